@@ -12,7 +12,7 @@ import logging
 import tempfile
 import warnings
 
-import lightning as L
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -35,26 +35,27 @@ class WrittenDown(BoringModel):
         self.trained_on: list[list[int]] = []
 
     def training_step(self, batch, batch_idx):
+        """Note the batch."""
         if len(self.trained_on) == self.fails_in:
             raise KeyboardInterrupt
         self.trained_on.append(batch.tolist())
         return self.step(batch[:, None].expand(-1, 32) / NUM_SAMPLES)
 
 
-def start(folder: str, callbacks: list[L.Callback], *, resumes: bool) -> list[list[int]]:
+def start(folder: str, callbacks: list[pl.Callback], *, resumes: bool) -> list[list[int]]:
     """One start of the script; return the samples of each step."""
-    L.seed_everything(0, verbose=False)
+    pl.seed_everything(0, verbose=False)
     model = WrittenDown(fails_in=None if resumes else STOP)
     loader = DataLoader(torch.arange(NUM_SAMPLES), batch_size=BATCH_SIZE, shuffle=True)
     save = ModelCheckpoint(folder, "saved", every_n_train_steps=STOP)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = L.Trainer(max_epochs=1, callbacks=[save, *callbacks], **quiet)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[save, *callbacks], **quiet)
     with contextlib.suppress(SystemExit, KeyboardInterrupt):
         trainer.fit(model, loader, ckpt_path=f"{folder}/saved.ckpt" if resumes else None)
     return model.trained_on
 
 
-def stopped_and_resumed(*callbacks: type[L.Callback]) -> list[list[int]]:
+def stopped_and_resumed(*callbacks: type[pl.Callback]) -> list[list[int]]:
     """The samples of each step of an epoch that is stopped after ``STOP`` steps and resumed."""
     with tempfile.TemporaryDirectory() as folder:
         before = start(folder, [callback() for callback in callbacks], resumes=False)

@@ -11,7 +11,7 @@ import logging
 import tempfile
 import warnings
 
-import lightning as L
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -62,21 +62,23 @@ class Model(BoringModel):
         self.fails, self.given = fails, []
 
     def training_step(self, batch, batch_idx):
+        """Note the batch."""
         self.given.append((TRAINED, batch_idx + 1))
         return self.step(batch[:, None].expand(-1, 32) / 16)
 
     def validation_step(self, batch, batch_idx):
+        """Note the batch."""
         self.given.append((VALIDATED, batch_idx + 1))
         if self.fails and batch_idx == 1:
             raise KeyboardInterrupt
 
 
-def start(folder: str, callbacks: list[L.Callback], *, resumes: bool) -> list[tuple[str, int]]:
+def start(folder: str, callbacks: list[pl.Callback], *, resumes: bool) -> list[tuple[str, int]]:
     """One start of the script; return the batches that the model was given."""
-    L.seed_everything(0, verbose=False)
+    pl.seed_everything(0, verbose=False)
     save = OnExceptionCheckpoint(folder, "stopped")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = L.Trainer(
+    trainer = pl.Trainer(
         max_epochs=1, val_check_interval=4, num_sanity_val_steps=0, callbacks=[save, *callbacks], **quiet
     )
     loaders = DataLoader(torch.arange(16), batch_size=2), DataLoader(torch.arange(6), batch_size=2)
@@ -86,7 +88,7 @@ def start(folder: str, callbacks: list[L.Callback], *, resumes: bool) -> list[tu
     return model.given
 
 
-def draw_run(axes: Axes, top: float, title: str, callbacks: list[type[L.Callback]]) -> None:
+def draw_run(axes: Axes, top: float, title: str, callbacks: list[type[pl.Callback]]) -> None:
     """The batches of a run that is stopped within its first validation, and resumed."""
     with tempfile.TemporaryDirectory() as folder:
         before = start(folder, [callback() for callback in callbacks], resumes=False)
