@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import lightning as L
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -47,21 +47,24 @@ class Stopped(BoringModel):
         self.trained_on: list[int] = []
 
     def training_step(self, batch, batch_idx):
+        """Stop within the chosen batch."""
         if self.stop is not None and batch_idx == STOP:
             self.stop()
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        """Note a batch that was trained on."""
         self.trained_on.append(batch_idx)
 
 
-class SaveOnSigterm(L.Callback):
+class SaveOnSigterm(pl.Callback):
     """Saves when all ranks stop after the same batch."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_exception(self, trainer, pl_module, exception):
+        """Save a checkpoint of the last whole batch."""
         if isinstance(exception, SIGTERMException):
             trainer.save_checkpoint(f"{self.folder}/sigterm.ckpt")
 
@@ -77,7 +80,7 @@ def starts(stop: Callable[[], None]) -> tuple[list[int], list[int]]:
             model = Stopped(how)
             newest = max(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
             with contextlib.suppress(Gone, SIGTERMException):
-                trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **quiet)
+                trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, **quiet)
                 trainer.fit(model, DataLoader(torch.arange(32.0 * NUM_STEPS).reshape(NUM_STEPS, 32)), ckpt_path=newest)
             found.append(model.trained_on)
     return found[0], found[1]
