@@ -36,13 +36,18 @@ LATER = ("evaluation", "how_it_works", "logs", "operate", "skip", "stream_detail
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+maximum_signature_line_length = 80
 autodoc_typehints_description_target = "documented_params"
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["State"]
 
+# Messages are searched for with the quotes that they have.
+smartquotes = False
+
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

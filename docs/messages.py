@@ -1,7 +1,7 @@
 """Collects the message of every error and warning of the package, for the page of all messages.
 
-The messages are read from the sources, so that the page cannot differ from them. Values that a message is filled in with
-are shown as an ellipsis.
+The messages are read from the sources, so that the page cannot differ from them. An ellipsis stands for the values that
+a message is filled in with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lightning_stateful import errors
@@ -19,7 +20,14 @@ PACKAGE = Path(errors.__file__).parent
 MARKER = "<!-- messages: the site lists them here -->"
 # The parts of the package, in the order of the page, by the folders and files whose messages belong to them.
 PARTS = {
-    "States and checkpoints": ("state", "shapes", "errors", "samplers/state_codec", "trainer/checkpoint", "trainer/saved"),
+    "States and checkpoints": (
+        "state",
+        "shapes",
+        "errors",
+        "samplers/state_codec",
+        "trainer/checkpoint",
+        "trainer/saved",
+    ),
     "The Trainer and the callback": ("trainer",),
     "Data modules": ("data_modules",),
     "Loaders and patched DataLoaders": ("loaders", "user_loaders"),
@@ -50,13 +58,23 @@ class Message:
     @property
     def part(self) -> str:
         """The part of the package that it belongs to: the one with the longest beginning of its path."""
-        fits = [(len(start), part) for part, starts in PARTS.items() for start in starts if self.place.startswith(start)]
+        fits = [
+            (len(start), part) for part, starts in PARTS.items() for start in starts if self.place.startswith(start)
+        ]
         return max(fits)[1]
 
 
+@cache
+def read_sources() -> dict[str, ast.Module]:
+    """The files of the package, parsed, by their paths without suffix."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+@cache
 def read_messages() -> list[Message]:
     """Every message of the package, sorted by its words."""
-    found = {message for path in sorted(PACKAGE.rglob("*.py")) for message in _in_file(path)}
+    found = {message for place, tree in read_sources().items() for message in _in_file(place, tree)}
     # Where a message is put together elsewhere, it has no words of its own.
     return sorted(message for message in found if len(re.findall(r"\w+", message.text)) > 1)
 
@@ -75,8 +93,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
 
 
-def _in_file(path: Path) -> Iterator[Message]:
-    tree, place = ast.parse(path.read_text()), path.relative_to(PACKAGE).with_suffix("").as_posix()
+def _in_file(place: str, tree: ast.Module) -> Iterator[Message]:
     for scope, call in _calls(tree, tree):
         kind, node = _message_of(call)
         for text in _texts(node, scope, tree) if node is not None else ():
@@ -123,7 +140,9 @@ def _texts(node: ast.AST, scope: ast.AST, tree: ast.AST) -> list[str]:
                 if isinstance(one, ast.Assign) and any(ast.unparse(target) == node.id for target in one.targets)
             ]
             if found:
-                return [text for value in found if node.id not in ast.unparse(value) for text in _texts(value, scope, tree)]
+                return [
+                    text for value in found if node.id not in ast.unparse(value) for text in _texts(value, scope, tree)
+                ]
     if isinstance(node, ast.Call):
         # A function of the same file that puts the words together.
         name = ast.unparse(node.func).split(".")[-1]
