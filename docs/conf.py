@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = "_static/search_scores.js"
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
@@ -61,7 +63,7 @@ def _complete_page(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"]({path}", f"]({page}")
     for page in LATER:
         if name == "index" and not (DOCS / f"{page}.md").exists():
-            source[0] = source[0].replace(f"\n{page}\n", "\n")
+            source[0] = re.sub(rf"^({page}|.* <{page}>)\n", "", source[0], flags=re.M)
     if name == "messages":
         source[0] = source[0].replace(messages.MARKER, messages.page_of_messages())
 
