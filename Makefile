@@ -58,9 +58,9 @@ $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
 	@touch $(DOCS)
 
-# A warning, such as of a link that leads nowhere, is an error.
+# A warning, such as of a link that leads nowhere, is an error; of pages that are not read again there would be none.
 docs: $(DOCS)
-	$(BIN)/python -m sphinx -b html -W --keep-going -q -d site/.doctrees docs site
+	$(BIN)/python -m sphinx -b html -E -W --keep-going -q -d build/doctrees docs site
 	@echo "Open site/index.html"
 
 clean:

@@ -17,7 +17,8 @@ from pathlib import Path
 from lightning_stateful import errors
 
 PACKAGE = Path(errors.__file__).parent
-MARKER = "<!-- messages: the site lists them here -->"
+# The sentence in docs/messages.md in whose place the site has the list.
+MARKER = "The site lists them here. Where you read this instead, search the folder `lightning_stateful` for your words."
 # The parts of the package, in the order of the page, by the folders and files whose messages belong to them.
 PARTS = {
     "States and checkpoints": (

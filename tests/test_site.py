@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import sys
 import warnings
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harm.page import BEGIN, END
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, WeightedRandomSampler
 
 import lightning_stateful
@@ -117,6 +117,53 @@ def test_every_public_name_is_in_the_reference_and_all_names_there_exist() -> No
 
 def test_the_overview_of_the_reference_has_every_name_of_the_package() -> None:
     assert set(lightning_stateful.__all__) <= set(re.findall(r"`(\w+)`", read("api.md")))
+
+
+def calls_in(page: Path) -> Iterator[ast.Call]:
+    """Calls that a page's text and code show, such as ``patch_dataloader(loader, tail="drop")``."""
+    text = page.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+    spans = re.findall(r"`([A-Za-z_.]+\([^`]*\))`", without_code(text))
+    for shown in [*blocks, *(span.replace("...)", "_)").replace("(..., ", "(_, ") for span in spans)]:
+        try:
+            yield from (node for node in ast.walk(ast.parse(shown)) if isinstance(node, ast.Call))
+        except SyntaxError:
+            continue
+
+
+def arguments_of(name: str) -> set[str]:
+    """The arguments of a public class or function, with those that it hands on to the classes above and a loader."""
+    made: Any = getattr(lightning_stateful, name)
+    takes = inspect.signature(made).parameters
+    if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in takes.values()):
+        return set(takes)
+    above = [
+        inspect.signature(one).parameters
+        for one in [*getattr(made, "__mro__", [made]), DataLoader]
+        if one is not object
+    ]
+    return {argument for of in above for argument in of}
+
+
+def test_calls_that_pages_show_have_arguments_that_there_are() -> None:
+    wrong, checked = [], 0
+    for page in PAGES:
+        for call in calls_in(page):
+            name = ast.unparse(call.func).split(".")[-1]
+            if name not in lightning_stateful.__all__:
+                continue
+            given = {keyword.arg for keyword in call.keywords if keyword.arg} - arguments_of(name) - {"_"}
+            checked += 1
+            wrong += [f"{page.name}: {name}({argument}=)" for argument in sorted(given)]
+    assert wrong == []
+    assert checked > 100
+
+
+def test_the_packages_that_build_the_site_are_pinned() -> None:
+    extra = re.search(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    assert extra is not None
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {re.split(r"[>=]", name)[0] for name in re.findall(r'"([^"]+)"', extra[1])} <= pinned
 
 
 # Errors
@@ -284,7 +331,7 @@ def test_what_is_said_to_repeat_samples_is_what_a_resume_warns_of() -> None:
 
 
 def test_what_other_packages_do_is_said_as_the_table_of_all_samplers_says_it() -> None:
-    table = read("others.md").partition(BEGIN)[2].partition(END)[0]
+    table = read("others.md").partition("<!-- table: begin -->")[2].partition("<!-- table: end -->")[0]
     measured = {cells[0]: cells[2:4] for cells in rows(table)}
     said = {
         f"{cells[0]}: {cells[1]}": cells[2:4] for cells in rows(sections("compatibility.md")["Samplers and loaders"])
