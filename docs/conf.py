@@ -44,8 +44,8 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["State"]
 
-# Messages are searched for with the quotes that they have.
-smartquotes = False
+# Dashes alone: messages are searched for with the quotes that they have.
+smartquotes_action = "D"
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"

@@ -91,7 +91,8 @@ def page_of_messages() -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
+    plain = re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"(?<=\s)(--[\w-]+)", r"`\1`", plain)  # options of the command
 
 
 def _in_file(place: str, tree: ast.Module) -> Iterator[Message]:
