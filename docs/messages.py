@@ -39,8 +39,9 @@ PARTS = {
     "Packing": ("packing", "loaders/packed", "data_modules/packed", "streams/document_packer"),
     "Streams": ("streams", "stream_loader", "data_modules/stream"),
     "The ledger": ("ledger", "trainer/ledger", "report/ledger"),
-    "Checks of your own samplers": ("audit", "testing"),
+    "Checks of your own samplers": ("audit", "testing", "verify"),
     "The command": ("cli",),
+    "Others": ("",),
 }
 KINDS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
 KINDS |= {"ContractError", "FileNotFoundError", "TypeError", "ClickException", "UsageError"}
@@ -86,7 +87,7 @@ def page_of_messages() -> str:
     parts = []
     for part in PARTS:
         lines = [f"- {_escaped(one.text)} *{one.kind}*" for one in messages if one.part == part]
-        parts.append("\n".join([f"## {part}", "", *dict.fromkeys(lines), ""]))
+        parts += [f"## {part}", "", *dict.fromkeys(lines), ""] if lines else []
     return "\n".join(parts)
 
 
