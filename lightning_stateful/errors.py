@@ -68,6 +68,10 @@ class PositionError(StateError):
     """A position lies outside the data it should point into."""
 
 
+# In place of a value that is not there.
+MISSING = "<nothing>"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One value that differs between a saved state and the present configuration.
@@ -83,6 +87,12 @@ class Difference:
     saved: Any
     present: Any
     remedy: str
+
+    @property
+    def is_source_that_comes_or_goes(self) -> bool:
+        """Whether a source of a mixture is new, is no longer there, or stands at another place."""
+        is_new_or_gone = self.path.startswith("sources.") and MISSING in (self.saved, self.present)
+        return is_new_or_gone or self.path == "sources.(order)"
 
     def __str__(self) -> str:
         return f"{self.path}: saved {self.saved!r}, now {self.present!r}. {self.remedy}"

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_stateful.errors import (
+    MISSING,
     DamagedStateError,
     Difference,
     StateError,
@@ -38,13 +39,9 @@ from lightning_stateful.shapes import DAMAGED, refuse_vast
 VERSION = 1
 COMBINED = "combined"
 
-# Differences by which no samples come in another order, whatever the order, but for some by their full names. What a
-# wrapped sampler yields is compared again when it is iterated.
-_HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
-_BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
-_MISSING = "<nothing>"
-# Stands in an order's ``harmless`` where a source that is another one than before is not.
-SOURCES_THAT_COME_OR_GO = "sources that come or go"
+# Differences by which the samples of an epoch stay the same, whatever the order. What a wrapped sampler yields is
+# compared again when it is iterated.
+_HARMLESS = ("drop_last", "dataset.fingerprint", "iteration", "sequence", "module", "mode")
 _SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
@@ -70,11 +67,9 @@ _REMEDIES = {
     "max_samples": "Pass a Budget with the saved max_samples",
     "multiple": "Pass a Budget with the saved multiple",
     "quadratic_length": "Pass a Budget with the saved cost",
-    "shuffle_batches": "Pass the saved shuffle_batches",
     "num_buckets": "Pass the saved num_buckets",
     "boundaries": "Pass the saved boundaries",
-    "boundary_key": "Pass the saved boundary_key",
-    "window": "Pass the saved read_ahead",
+    "window": "Pass the saved window",
     "too_long": "Pass a Budget with the saved too_long",
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
@@ -233,8 +228,10 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
         one.path
         for one in accepted
         if not is_accepted((one.path,), harmless)
-        and not (SOURCES_THAT_COME_OR_GO in harmless and _comes_or_goes(one))
-        and (is_accepted((one.path,), _BUT_FOR) or not is_accepted((one.path,), _HARMLESS))
+        and not ("sources that come or go" in harmless and one.is_source_that_comes_or_goes)
+        and not is_accepted((one.path,), _HARMLESS)
+        # A sampler's own state says nothing of the dataset.
+        and not (one.path == "dataset" and MISSING in (one.saved, one.present))
     ]
     if changed:
         warnings.warn(
@@ -244,12 +241,6 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
             StatefulWarning,
             stacklevel=4,
         )
-
-
-def _comes_or_goes(one: Difference) -> bool:
-    """Whether a source of a mixture is new, is no longer there, or stands at another place."""
-    is_new_or_gone = one.path.startswith("sources.") and _MISSING in (one.saved, one.present)
-    return is_new_or_gone or one.path == "sources.(order)"
 
 
 def is_fingerprint(name: str) -> bool:
@@ -485,7 +476,7 @@ def _pairs(prefix: str, saved: Mapping[str, Any], present: Mapping[str, Any]) ->
         if is_content(name) and (key not in saved or key not in present):
             # A cache may show itself on one side alone.
             continue
-        before, now = saved.get(key, _MISSING), present.get(key, _MISSING)
+        before, now = saved.get(key, MISSING), present.get(key, MISSING)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             yield from _pairs(name, before, now)
         elif before != now or isinstance(before, bool) != isinstance(now, bool):

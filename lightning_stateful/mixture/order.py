@@ -22,7 +22,6 @@ from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gath
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
 from lightning_stateful.shapes import COUNT, check_shape
-from lightning_stateful.state import SOURCES_THAT_COME_OR_GO
 
 # A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
 _MOST_LISTED = 8
@@ -98,19 +97,13 @@ class MixtureOrder:
                 "num_steps, and each source goes on in the next epoch where it was."
             )
         if self.drop_last and self.by != "sample":
-            sources = self.sources
-            for name, length, size in zip(sources.names, sources.lengths, sources.batch_sizes, strict=True):
-                if size > length:
-                    raise ConfigurationError(
-                        f"Source {name!r} has {length} samples, fewer than a batch of {size}; with drop_last=True it "
-                        "would never be served. Give it a smaller batch size, or pass drop_last=False."
-                    )
+            self.sources.refuse_less_than_a_batch()
 
     @property
     def harmless(self) -> tuple[str, ...]:
-        """Names of differences that it goes on with exactly; a shuffled source of another length has another order."""
-        of_sources = SOURCES_THAT_COME_OR_GO if self.shuffle else "sources"
-        return "weights", "stop", "batch_size", "by", "block", "in_turn", of_sources
+        """Names of differences that it goes on with exactly; a shuffled source that has changed has another order."""
+        sources = "sources that come or go" if self.shuffle else "sources"
+        return "weights", "stop", "batch_size", "by", "block", "in_turn", sources
 
     @property
     def kind(self) -> str:

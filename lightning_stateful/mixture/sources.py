@@ -64,6 +64,19 @@ class Sources:
     def __len__(self) -> int:
         return len(self.names)
 
+    def refuse_less_than_a_batch(self) -> None:
+        """Refuse sources that have no full batch.
+
+        Raises:
+            ConfigurationError: One has none; with its name.
+        """
+        for name, length, size in zip(self.names, self.lengths, self.batch_sizes, strict=True):
+            if size > length:
+                raise ConfigurationError(
+                    f"Source {name!r} has {length} samples, fewer than a batch of {size}; with drop_last=True it "
+                    "would never be served. Give it a smaller batch size, or pass drop_last=False."
+                )
+
     def config(self) -> dict[str, Any]:
         """Plain data to be compared: the lengths of sources by name, and whether passes have samples of their own."""
         config: dict[str, Any] = {"sources": dict(zip(self.names, self.lengths, strict=True))}

@@ -128,10 +128,11 @@ def test_where_an_accepted_change_leaves_nothing_of_the_epoch_the_next_one_begin
 
 def test_an_accepted_source_that_is_another_one_is_warned_of_where_its_passes_are_shuffled(tmp_path: Path) -> None:
     def make(length: int, **options: Any) -> Any:
-        return lambda: mixture(train=datasets(news=8, code=length), val=None, accept=("sources",), **options)
+        how: dict[str, Any] = {"weights": [1, 2], "val": None, "accept": ("sources",), **options}
+        return lambda: mixture(train=datasets(news=8, code=length), **how)
 
+    stopped(tmp_path / "stop.ckpt", make(12), batch=1)
     with pytest.warns(StatefulWarning, match=r"within epoch 0, goes on with another sources\.code, as was accepted"):
-        stopped(tmp_path / "stop.ckpt", make(12), batch=1)
         resumed(make(14), tmp_path / "stop.ckpt", max_epochs=1)
     stopped(tmp_path / "stop.ckpt", make(12, shuffle=False), batch=1)
     resumed(make(14, shuffle=False), tmp_path / "stop.ckpt", max_epochs=1)
