@@ -315,7 +315,7 @@ def test_every_name_that_a_state_compares_is_listed_under_its_order_and_no_other
 
 
 def test_what_is_said_to_repeat_samples_is_what_a_resume_warns_of() -> None:
-    mixture = MixtureOrder(Sources(("a",), (4,), (1,)), (1,))
+    mixture = MixtureOrder(sources=Sources(("a",), (4,), (1,)), draws=(1,))
     harmless = {"Round robin and mixtures": mixture.harmless, "Streams": StreamReader.harmless}
     for section, text in sections("accept.md").items():
         if section in ("Batches of like lengths", "The run"):
