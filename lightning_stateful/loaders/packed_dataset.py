@@ -136,6 +136,14 @@ class PackedDataset(Dataset[PackedSequence]):
         epoch, sequence = divmod(number, len(self))
         return self._plan.parts(sequence, epoch or self._epoch)
 
+    def tokens_of(self, indices: Sequence[int]) -> int:
+        """Tokens of documents in the sequences at ``indices``, all together; nothing is read."""
+        epochs, sequences = np.divmod(np.asarray(indices, dtype=np.int64), len(self))
+        return sum(
+            self._plan.tokens_of(sequences[epochs == epoch], epoch or self._epoch)
+            for epoch in np.unique(epochs).tolist()
+        )
+
     def counts(self, passes: Iterable[tuple[int, int]]) -> dict[str, float]:
         """Counts of what was served; nothing is read.
 

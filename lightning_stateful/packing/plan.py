@@ -94,6 +94,10 @@ class PackingPlan(ABC):
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The parts of documents in some sequences of an epoch, in their order; together they take less time each."""
 
+    @abstractmethod
+    def tokens_of(self, sequences: Indices, epoch: int) -> int:
+        """Tokens of documents in some sequences of an epoch, all together, without asking which documents."""
+
     def parts(self, sequence: int, epoch: int) -> list[Part]:
         """The parts of documents in a sequence of an epoch, in their order."""
         documents, firsts, ends, _ = self.parts_of(np.array([sequence]), epoch)

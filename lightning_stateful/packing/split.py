@@ -72,6 +72,10 @@ class SplitPlan(PackingPlan):
     def __reduce__(self) -> tuple[type[SplitPlan], tuple[LengthArray, int, int, int | None]]:
         return type(self), (self._lengths, self._length, self._separators, self._seed)
 
+    def tokens_of(self, sequences: Indices, epoch: int) -> int:
+        """Tokens of documents in some sequences: all are full but the last of an epoch."""
+        return int(np.minimum(self.num_tokens - sequences * self._length, self._length).sum())
+
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The parts of documents in sequences; the last of an epoch may hold fewer than ``sequence_length`` tokens."""
         begins = sequences * self._length

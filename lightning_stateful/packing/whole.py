@@ -36,11 +36,13 @@ class _Items(NamedTuple):
         firsts: Where the documents of each begin among those sorted by length.
         each: How many of them a sequence holds.
         bounds: Where the items of each pattern begin and, last, their number.
+        tokens: Tokens in a sequence of each pattern; those of a sequence that a document fills come last.
     """
 
     firsts: Indices
     each: Indices
     bounds: Indices
+    tokens: Indices
 
 
 def best_fit_decreasing(counts: Indices, length: int) -> list[Pattern]:
@@ -125,7 +127,7 @@ class WholePlan(PackingPlan):
         self._by_size = np.argsort(sizes, kind="stable").astype(np.min_scalar_type(len(lengths)))
         starts = bounds_of(counts)
         patterns = best_fit_decreasing(counts, self._length)
-        self._items = _placed(patterns, starts)
+        self._items = _placed(patterns, starts, self._length)
         self._bounds = bounds_of(np.array([pattern.number for pattern in patterns], dtype=np.int64))
         self._starts = np.append(starts[np.flatnonzero(counts[1:]) + 1], starts[-1])
         self.num_sequences = int(self._bounds[-1] + self._full_bounds[-1])
@@ -137,12 +139,21 @@ class WholePlan(PackingPlan):
     def __reduce__(self) -> tuple[type[WholePlan], tuple[LengthArray, Packing, int | None]]:
         return type(self), (self._lengths, self._packing, self._seed)
 
+    def tokens_of(self, sequences: Indices, epoch: int) -> int:
+        """Tokens of documents in some sequences, as their patterns say."""
+        which = np.searchsorted(self._bounds, self._numbers(sequences, epoch), side="right") - 1
+        return int(self._items.tokens[which].sum())
+
+    def _numbers(self, sequences: Indices, epoch: int) -> Indices:
+        """The numbers of sequences, one pattern after the other, that come at these places in an epoch."""
+        if self._seed is None:
+            return sequences
+        key = derive_seed("whole sequences", self._seed, epoch)
+        return keyed_permutation(self.num_sequences, key).take(sequences)
+
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The documents in sequences, or the part of one that fills a sequence."""
-        numbers = sequences
-        if self._seed is not None:
-            key = derive_seed("whole sequences", self._seed, epoch)
-            numbers = keyed_permutation(self.num_sequences, key).take(sequences)
+        numbers = self._numbers(sequences, epoch)
         full = numbers - self._bounds[-1]
         is_full = full >= 0
         if not is_full.any():
@@ -216,7 +227,7 @@ class WholePlan(PackingPlan):
         )
 
 
-def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
+def _placed(patterns: list[Pattern], starts: Indices, length: int) -> _Items:
     """Places of the documents of patterns; ``starts`` tells where those of each length begin."""
     free = starts[:-1].tolist()
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -228,4 +239,5 @@ def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
             each_of.append(each)
             free[size] += number * each
     placed, held, sizes = (np.array(column, dtype=np.int64) for column in columns)
-    return _Items(placed, held, bounds_of(sizes))
+    tokens = [sum(size * each for size, each in items) for _, items in patterns]
+    return _Items(placed, held, bounds_of(sizes), np.array([*tokens, length], dtype=np.int64))
