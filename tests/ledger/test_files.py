@@ -15,7 +15,9 @@ from lightning_stateful.errors import DamagedStateError, StateVersionError
 from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_file
 from lightning_stateful.ledger.files import as_items
 
-HEADER = FileHeader("a start", 1, 4, {"": {"length": 10}, "b.0": {"length": None}}, (2, 5), None, {"torch": "2"}, 1e9, "node")
+HEADER = FileHeader(
+    "a start", 1, 4, {"": {"length": 10}, "b.0": {"length": None}}, (2, 5), None, {"torch": "2"}, 1e9, "node"
+)
 
 
 def part(items: Any, path: str = "", epoch: int = 2) -> Part:
