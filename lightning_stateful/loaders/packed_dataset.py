@@ -136,13 +136,14 @@ class PackedDataset(Dataset[PackedSequence]):
         epoch, sequence = divmod(number, len(self))
         return self._plan.parts(sequence, epoch or self._epoch)
 
-    def tokens_of(self, indices: Sequence[int]) -> int:
-        """Tokens of documents in the sequences at ``indices``, all together; nothing is read."""
+    def num_tokens_at(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Tokens of documents in the sequences at ``indices``, and the same with padding; nothing is read."""
         epochs, sequences = np.divmod(np.asarray(indices, dtype=np.int64), len(self))
-        return sum(
+        tokens = sum(
             self._plan.tokens_of(sequences[epochs == epoch], epoch or self._epoch)
             for epoch in np.unique(epochs).tolist()
         )
+        return tokens, len(indices) * self.packing.sequence_length
 
     def counts(self, passes: Iterable[tuple[int, int]]) -> dict[str, float]:
         """Counts of what was served; nothing is read.

@@ -10,6 +10,7 @@ import numpy as np
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.source_datasets import PackedSources
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.weights import DrawSchedule
@@ -36,12 +37,12 @@ class BatchCounts:
         self._bounds = np.cumsum(self._mixture.sources.lengths) if self._mixture else None
         self._lengths = order.lengths if isinstance(order, BucketOrder) else None
         is_packed = isinstance(getattr(order, "samples", None), SequenceOrder)
-        self._packed = loader.dataset if is_packed and isinstance(loader.dataset, PackedDataset) else None
+        is_packed = is_packed and isinstance(loader.dataset, PackedDataset)
+        self._packed: Any = loader.dataset if is_packed or isinstance(loader.dataset, PackedSources) else None
         # Of a stream.
         self._stream: Any = loader.order if isinstance(loader, StreamLoader) else None
         config = getattr(getattr(self._stream, "setup", None), "config", None)
         self._mixing, packing = getattr(config, "mixing", None), getattr(config, "packing", None)
-        packing = packing if self._packed is None else self._packed.packing
         self._room = 0 if packing is None else packing.sequence_length
 
     def described(self) -> dict[str, Any]:
@@ -93,7 +94,8 @@ class BatchCounts:
             of_samples = self._lengths[indices]
             return int(of_samples.sum()), int(of_samples.max()) * len(of_samples)
         if self._packed is not None and indices is not None:
-            return self._packed.tokens_of(indices), self._room * len(indices)
+            counts: tuple[int, int] = self._packed.num_tokens_at(indices)
+            return counts
         if self._stream is not None and self._room:
             given = self._stream.given
             room = self._room * sum(samples for _, samples, _ in given)
