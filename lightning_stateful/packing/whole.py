@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.plan import PackingPlan, Parts
 from lightning_stateful.packing.settings import Packing
+
+# Sequences whose tokens are counted together.
+_AT_ONCE = 1024
 
 
 class Pattern(NamedTuple):
@@ -135,14 +139,21 @@ class WholePlan(PackingPlan):
         self.num_dropped = int(counts[0]) if packing.too_long == "drop" else 0
         self._truncates = packing.too_long == "truncate"
         self._shuffle = lru_cache(maxsize=2)(self._make_shuffle)
+        self._tokens = lru_cache(maxsize=4)(self._tokens_from)
 
     def __reduce__(self) -> tuple[type[WholePlan], tuple[LengthArray, Packing, int | None]]:
         return type(self), (self._lengths, self._packing, self._seed)
 
-    def tokens_of(self, sequences: Indices, epoch: int) -> int:
-        """Tokens of documents in some sequences, as their patterns say."""
-        which = np.searchsorted(self._bounds, self._numbers(sequences, epoch), side="right") - 1
-        return int(self._items.tokens[which].sum())
+    def tokens_of(self, sequences: Sequence[int], epoch: int) -> int:
+        """Tokens of documents in a few sequences, as their patterns say."""
+        return sum(self._tokens(epoch, at // _AT_ONCE)[at % _AT_ONCE] for at in sequences)
+
+    def _tokens_from(self, epoch: int, block: int) -> list[int]:
+        """The tokens in each of many sequences that follow one another."""
+        first = block * _AT_ONCE
+        numbers = self._numbers(np.arange(first, min(first + _AT_ONCE, self.num_sequences)), epoch)
+        tokens: list[int] = self._items.tokens[np.searchsorted(self._bounds, numbers, side="right") - 1].tolist()
+        return tokens
 
     def _numbers(self, sequences: Indices, epoch: int) -> Indices:
         """The numbers of sequences, one pattern after the other, that come at these places in an epoch."""

@@ -89,5 +89,7 @@ def _svg(figure: Any, name: str, label: str) -> str:
     text = written.getvalue()
     text = text[text.index("<svg") :].replace(TEXT, "currentColor")
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
+    # Names of groups, which are the same in every picture.
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

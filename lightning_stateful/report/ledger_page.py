@@ -99,12 +99,14 @@ def _verdict(findings: Sequence[str], right: Sequence[str]) -> str:
 
 
 def _starts(ledger: Ledger) -> list[str]:
-    titles = ("number", "start", "ranks", "from epoch", "from batch", "batches kept", "lost with their weights")
+    titles = ("number", "start", "ranks", "from epoch", "from batch", "batches kept", "lost")
     rows = [
         (number, one.header.start, one.header.num_replicas, *one.header.begins, one.num_kept, one.num_lost)
         for number, one in enumerate(ledger.starts, 1)
     ]
-    return ["<h2>Starts</h2>", _table(titles, rows, are_cards=True)]
+    table = _folded(_table(titles, rows, are_cards=len(rows) <= _FEW_CARDS), len(rows))
+    lost = '<p class="note">Lost: trained on in vain, because a later start went on before them.</p>'
+    return ["<h2>Starts</h2>", table, *([lost] if any(one.num_lost for one in ledger.starts) else [])]
 
 
 def _epochs(ledger: Ledger) -> list[str]:
@@ -209,8 +211,10 @@ def _part(some: float, of: float) -> float:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]], are_cards: bool = False) -> str:
-    """A table; as cards, each row becomes a list of titles and cells where the screen is narrow."""
+    """A table, without columns that have nothing; as cards, a row becomes a list where the screen is narrow."""
     listed = [list(row) for row in rows]
+    shown = [at for at in range(len(titles)) if any(row[at] is not None for row in listed)]
+    titles, listed = [titles[at] for at in shown], [[row[at] for at in shown] for row in listed]
     numeric = [all(_is_number(row[at]) for row in listed) for at in range(len(titles))]
 
     def line(cells: Sequence[Any], tag: str) -> str:

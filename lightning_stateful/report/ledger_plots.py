@@ -165,7 +165,7 @@ def _label_sources(axis: Any, sources: Sequence[tuple[str, int]]) -> None:
 
 def _dots(steps: Floats) -> dict[str, Any]:
     """A mark where a line of few points might not be seen."""
-    return {"marker": "o", "markersize": 3} if len(steps) < 12 else {}
+    return {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
 
 
 def _percent(axis: Any) -> None:

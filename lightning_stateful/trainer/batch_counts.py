@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.loaders.packed_dataset import PackedDataset
@@ -34,7 +35,7 @@ class BatchCounts:
         self.loader = loader
         order: Any = loader.description.order if isinstance(loader, StatefulLoader) else None
         self._mixture = order if isinstance(order, MixtureOrder) else None
-        self._bounds = np.cumsum(self._mixture.sources.lengths) if self._mixture else None
+        self._bounds = list(accumulate(self._mixture.sources.lengths)) if self._mixture else []
         self._lengths = order.lengths if isinstance(order, BucketOrder) else None
         is_packed = isinstance(getattr(order, "samples", None), SequenceOrder)
         is_packed = is_packed and isinstance(loader.dataset, PackedDataset)
@@ -78,11 +79,11 @@ class BatchCounts:
         """
         if self._mixing is not None:
             return tuple((number, samples) for number, samples, _ in self._stream.given)
-        if self._bounds is None or indices is None:
+        if not self._bounds or indices is None:
             return ()
-        found = np.searchsorted(self._bounds, np.asarray(indices) % self._bounds[-1], side="right")
-        numbers, samples = np.unique(found, return_counts=True)
-        return tuple(zip(numbers.tolist(), samples.tolist(), strict=True))
+        # Batches are small: arrays would take longer.
+        bounds, length = self._bounds, self._bounds[-1]
+        return tuple(sorted(Counter(bisect_right(bounds, index % length) for index in indices).items()))
 
     def padding(self, indices: Any) -> tuple[int, int]:
         """Tokens of the latest batch, without padding and with it; zeros where that is not known.
@@ -94,7 +95,9 @@ class BatchCounts:
             of_samples = self._lengths[indices]
             return int(of_samples.sum()), int(of_samples.max()) * len(of_samples)
         if self._packed is not None and indices is not None:
-            counts: tuple[int, int] = self._packed.num_tokens_at(indices)
+            # Without a batch size an item is a sample.
+            listed = [indices] if isinstance(indices, int) else indices
+            counts: tuple[int, int] = self._packed.num_tokens_at(listed)
             return counts
         if self._stream is not None and self._room:
             given = self._stream.given
