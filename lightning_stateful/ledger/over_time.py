@@ -99,9 +99,11 @@ class RankWaits(NamedTuple):
         first: Seconds that its first batch took to come.
         seconds: Seconds from its first step to its last.
         own: Seconds of them in which its training loop waited for its own batch.
-        others: Seconds from its steps' beginnings to those of the last rank.
+        others: Seconds from its steps' beginnings to those of the last rank, of each step no more than it took.
         steps: Steps.
         last: Steps that it began as the last rank.
+        beyond: Steps that the last rank began when this one was beyond them already. Ranks that wait for each other in
+            each step have none, by clocks that agree.
     """
 
     start: int
@@ -113,6 +115,7 @@ class RankWaits(NamedTuple):
     others: float
     steps: int
     last: int
+    beyond: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,12 +234,14 @@ def waiting_of(ledger: Ledger) -> Waiting | None:
         headers, steps, began, waited = times
         behind = began.max(axis=1, keepdims=True) - began
         # The time of a step goes from the beginning of the one before, in which ranks waited for the last one.
-        took, own, others = np.diff(began, axis=0), waited[1:], behind[:-1]
+        took, own = np.diff(began, axis=0), waited[1:]
+        others = np.clip(behind[:-1], 0, np.maximum(took - own, 0))
+        beyond = (behind[:-1] > took).sum(axis=0).tolist()
         for column, header in enumerate(headers):
             seconds, own_of, others_of = (float(values[:, column].sum()) for values in (took, own, others))
             is_last = int((behind[:, column] == 0).sum())
             who = number, header.rank, header.host, float(waited[0, column])
-            ranks.append(RankWaits(*who, seconds, own_of, others_of, len(began), is_last))
+            ranks.append(RankWaits(*who, seconds, own_of, others_of, len(began), is_last, beyond[column]))
         num_hosts = max(num_hosts, len({header.host for header in headers}))
         edges = _edges(len(took))
         time = np.maximum(_together(took.sum(axis=1), edges), 1e-9)

@@ -202,6 +202,12 @@ def _waiting(found: Waiting | None) -> list[str]:
             f"The ranks ran on {found.num_hosts} hosts, whose clocks are compared as they are: what they differ by "
             "looks like waiting for the last rank."
         )
+    if beyond := sum(one.beyond for one in found.ranks):
+        steps = sum(one.steps for one in found.ranks)
+        notes.append(
+            f"In {_part(beyond, steps):.1%} of the ranks' steps, a rank was a step ahead of the last one: clocks differ, "
+            "or ranks do not wait for each other in each step. No more than the whole step counts as waiting."
+        )
     words = [f'<p class="note">{escape(" ".join(notes))}</p>']
     return [title, f"<p>{escape(said)}</p>", waiting_picture(found, "waiting"), table, *words]
 

@@ -160,12 +160,25 @@ def test_ranks_wait_for_their_batches_and_for_the_last_rank(tmp_path: Path, monk
     found = waiting_of(read_ledger(tmp_path))
     assert found is not None
     one, other = found.ranks
-    assert one == (0, 0, "host 0", 5.0, 2.0, 0.25, 0.25, 3, 2)
-    assert other == (0, 1, "host 1", 0.0, 1.75, 0.5, 0.0, 3, 3)
+    assert one == (0, 0, "host 0", 5.0, 2.0, 0.25, 0.25, 3, 2, 0)
+    assert other == (0, 1, "host 1", 0.0, 1.75, 0.5, 0.0, 3, 3, 0)
     assert found.num_hosts == 2
     assert found.steps.tolist() == [1, 2]
     assert found.own.tolist() == pytest.approx([0.75 / 1.75, 0])
     assert found.others.tolist() == pytest.approx([0.25 / 1.75, 0])
+
+
+def test_no_rank_waits_longer_for_others_than_its_steps_take(tmp_path: Path) -> None:
+    # As of clocks that differ by an hour.
+    ranks = [
+        [batch(n, [n], at=float(n), waited=0.25) for n in range(5)],
+        [batch(n, [n], at=float(n)) for n in range(5)],
+    ]
+    write(tmp_path, "a", ranks, clocks=(0.0, 3600.0))
+    found = waiting_of(read_ledger(tmp_path))
+    assert found is not None
+    assert [(one.own, one.others, one.beyond) for one in found.ranks] == [(1.0, 3.0, 4), (0.0, 0.0, 0)]
+    assert (found.own + found.others <= 1).all()
 
 
 def test_very_many_steps_become_few_points(tmp_path: Path) -> None:
