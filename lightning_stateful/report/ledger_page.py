@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -180,6 +181,7 @@ def _waiting(found: Waiting | None) -> list[str]:
     are_many = any(one.rank for one in found.ranks)
     said = "The share of the ranks' time, from step to step, in which the training loop waited for its next batch"
     said += ", and in which it had begun a step that another rank had not." if are_many else "."
+    said += _last_of_all(found) if are_many else ""
     titles = ["start", "rank", "host", "first batch, s", "time, s", "for its batch, s", "share"]
     rows = [
         [one.start + 1, one.rank, one.host, f"{one.first:.2f}", f"{one.seconds:,.1f}", f"{one.own:,.2f}",
@@ -205,11 +207,21 @@ def _waiting(found: Waiting | None) -> list[str]:
     if beyond := sum(one.beyond for one in found.ranks):
         steps = sum(one.steps for one in found.ranks)
         notes.append(
-            f"In {_part(beyond, steps):.1%} of the ranks' steps, a rank was a step ahead of the last one: clocks differ, "
-            "or ranks do not wait for each other in each step. No more than the whole step counts as waiting."
+            f"In {_part(beyond, steps):.1%} of their steps, ranks were a step ahead of the last one: clocks differ, or "
+            "ranks do not wait for each other in each step. No more than the whole step counts as waiting."
         )
     words = [f'<p class="note">{escape(" ".join(notes))}</p>']
     return [title, f"<p>{escape(said)}</p>", waiting_picture(found, "waiting"), table, *words]
+
+
+def _last_of_all(found: Waiting) -> str:
+    """A sentence on the rank that was waited for most often."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for one in found.ranks:
+        counts[one.rank, one.host] += one.last
+    [((rank, host), number)] = counts.most_common(1)
+    steps = sum(one.steps for one in found.ranks if (one.rank, one.host) == (rank, host))
+    return f" Most often the last was rank {rank} on {host}: in {_part(number, steps):.0%} of its steps."
 
 
 def _part(some: float, of: float) -> float:

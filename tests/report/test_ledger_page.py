@@ -104,6 +104,7 @@ def test_mixture_padding_and_waiting_stand_in_words_too(tmp_path: Path) -> None:
     assert "25.00% of all 960 tokens in batches are padding" in words
     assert "Padding is not known" not in words
     assert "1 0 node0 0.10 29.5 5.90 20.0% 2.95 10.0% 0% 1 1 node1 0.10 29.5 5.90 20.0% 0.00 0.0% 100%" in shown
+    assert "Most often the last was rank 1 on node1: in 100% of its steps." in shown
     assert "2 hosts, whose clocks are compared as they are" in words
 
 
