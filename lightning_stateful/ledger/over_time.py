@@ -254,6 +254,26 @@ def waiting_of(ledger: Ledger) -> Waiting | None:
     return Waiting(at, own_of_all, others_of_all, begins, ranks, num_hosts)
 
 
+def in_numbers(ledger: Ledger) -> dict[str, Any]:
+    """Sums of all steps as plain data: ``mixture`` and ``padding`` by the paths of loaders, and ``waiting``."""
+    mixture, padding = {}, {}
+    for path in ledger.rows:
+        if shares := shares_of(ledger, path):
+            columns = shares.samples, shares.got_in_all.tolist(), shares.asked_in_all.tolist()
+            mixture[path] = {
+                "unit": shares.unit,
+                "sources": {
+                    name: {"samples": samples, "share": got, "asked": None if np.isnan(asked) else asked}
+                    for name, samples, got, asked in zip(shares.names, *columns, strict=True)
+                },
+            }
+        if found := padding_of(ledger, path):
+            padding[path] = {"tokens": found.tokens, "padded": found.padded, "share": found.share_in_all}
+    waiting = waiting_of(ledger)
+    ranks = [] if waiting is None else [one._asdict() for one in waiting.ranks]
+    return {"mixture": mixture, "padding": padding, "waiting": ranks}
+
+
 def _times_of(start: Start) -> tuple[list[FileHeader], Integers, Floats, Floats] | None:
     """Times of the steps that all ranks of a start have in their files; None for fewer than two.
 

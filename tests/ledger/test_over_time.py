@@ -10,7 +10,7 @@ import pytest
 
 from lightning_stateful.ledger import Batch, FileHeader, Ledger, LedgerFile, Part, over_time, read_ledger
 from lightning_stateful.ledger.files import as_items
-from lightning_stateful.ledger.over_time import coverage_of, padding_of, shares_of, waiting_of
+from lightning_stateful.ledger.over_time import coverage_of, in_numbers, padding_of, shares_of, waiting_of
 
 
 def write(
@@ -107,6 +107,13 @@ def test_shares_of_each_window_of_steps(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.got.tolist() == [[0.5, 0.5], [0.75, 0.25]]
     assert found.asked.tolist() == [[0.75, 0.25], [0.75, 0.25]]
     assert found.got_in_all.tolist() == [5 / 8, 3 / 8]
+    assert in_numbers(read_ledger(tmp_path))["mixture"][""] == {
+        "unit": "samples",
+        "sources": {
+            "x": {"samples": 5, "share": 5 / 8, "asked": 0.75},
+            "y": {"samples": 3, "share": 3 / 8, "asked": 0.25},
+        },
+    }
 
 
 @pytest.mark.parametrize("begins", [0, 1])
@@ -147,6 +154,12 @@ def test_padding_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found is not None
     assert (found.tokens, found.padded) == (17, 24)
     assert found.share.tolist() == [0.25, 0.375]
+    numbers = in_numbers(read_ledger(tmp_path))
+    assert numbers == {
+        "mixture": {},
+        "padding": {"": {"tokens": 17, "padded": 24, "share": 1 - 17 / 24}},
+        "waiting": [],
+    }
 
 
 def test_ranks_wait_for_their_batches_and_for_the_last_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
