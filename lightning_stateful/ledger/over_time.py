@@ -143,12 +143,13 @@ def coverage_of(ledger: Ledger, path: str = "") -> Coverage | None:
     """Find which index came at which step; None where items of a loader are no indices."""
     found: list[tuple[Integers, int, int, bool, NDArray[np.bool_]]] = []
     epochs: dict[int, int] = {}
-    # By pass: what earlier starts trained on.
-    seen: dict[tuple[int, int], list[Integers]] = {}
+    # By pass, of epochs that have such findings: what earlier starts trained on.
+    seen: dict[tuple[int, int], set[int]] = {}
     twice = {(one.epoch, one.starts[1]) for one in ledger.findings() if one.kind == "twice" and one.path == path}
+    with_findings = {epoch for epoch, _ in twice}
     begins = _begins(ledger)
     for number, (start, begin) in enumerate(zip(ledger.starts, begins, strict=True)):
-        new: dict[tuple[int, int], list[Integers]] = {}
+        new: dict[tuple[int, int], set[int]] = {}
         for rank, batches in sorted(start.batches.items()):
             for step, (place, batch) in enumerate(_trained(batches), begin):
                 part = _part_of(batch, path)
@@ -156,14 +157,14 @@ def coverage_of(ledger: Ledger, path: str = "") -> Coverage | None:
                     continue
                 items, key, is_lost = part.items.astype(np.int64), (part.epoch, part.cycle), place >= start.kept[rank]
                 is_again = np.zeros(len(items), dtype=bool)
-                if not is_lost:
-                    new.setdefault(key, []).append(items)
-                    if (part.epoch, start.header.start) in twice and key in seen:
-                        is_again = np.isin(items, np.concatenate(seen[key]))
+                if not is_lost and part.epoch in with_findings:
+                    new.setdefault(key, set()).update(items.tolist())
+                    if (part.epoch, start.header.start) in twice:
+                        is_again = np.array([item in seen.get(key, ()) for item in items.tolist()], dtype=bool)
                 epochs.setdefault(batch.epoch, step)
                 found.append((items, step, number, is_lost, is_again))
-        for key, arrays in new.items():
-            seen.setdefault(key, []).extend(arrays)
+        for key, of_start in new.items():
+            seen.setdefault(key, set()).update(of_start)
     if not found:
         return None
     sizes = [len(one[0]) for one in found]

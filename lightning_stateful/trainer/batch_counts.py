@@ -91,7 +91,7 @@ class BatchCounts:
         Args:
             indices: The indices of the batch; None of a stream's.
         """
-        if self._lengths is not None and indices is not None:
+        if self._lengths is not None and indices is not None and len(indices):
             of_samples = self._lengths[indices]
             return int(of_samples.sum()), int(of_samples.max()) * len(of_samples)
         if self._packed is not None and indices is not None:
