@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from style import BLUE, GRAY, GREEN, ORANGE, TEXT, draw_all
 from torch.utils.data import Dataset
 
@@ -118,14 +119,13 @@ def drawn(folder: Path) -> Figure:
     for start in (0, 1):
         chosen = (waiting.steps >= waiting.begins[1]) == bool(start)
         steps, own, others = (values[chosen] for values in (waiting.steps, waiting.own, waiting.others))
-        labels = ("for its own batch", "for the last rank") if start else (None, None)
-        waits.fill_between(steps, own, color=BLUE, lw=0, label=labels[0])
-        waits.fill_between(steps, own, own + others, color=ORANGE, lw=0, label=labels[1])
+        waits.fill_between(steps, own, color=BLUE, lw=0)
+        waits.fill_between(steps, own, own + others, color=ORANGE, lw=0)
     waits.axvline(waiting.begins[1] - 0.5, color=TEXT, lw=1, ls="--")
     waits.set(xlabel="step of the run", ylabel="share of the ranks' time", ylim=(0, None))
-    waits.set_title("time that ranks waited", loc="left")
-    waits.legend(loc="upper left", labelcolor=TEXT)
+    waits.set_title("time that ranks waited: for their own batch (blue), for the last rank (orange)", loc="left")
     for axes in (mixture, waits):
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter("{x:.0%}")
     return figure
 
