@@ -277,12 +277,13 @@ def trained(
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--start", metavar="NAME", help="The start whose weights are asked about; by default the latest.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page of HTML with a picture, too.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page of HTML with pictures, too.")
 @_json
 def report(folder: Path, start: str | None, output: Path | None, json_: bool) -> int:
     """Say what a run was trained on, over all restarts: what came twice, what never came, what was lost.
 
-    FOLDER is the ledger's, of StatefulDataCallback(ledger=...).
+    FOLDER is the ledger's, of StatefulDataCallback(ledger=...). A page, and JSON, say as well which shares of a mixture
+    came and were asked for, how much was padding, and how long ranks waited.
 
     Exits with 1 if something was trained on twice, left out, or is missing in the ledger.
     """
@@ -296,7 +297,12 @@ def report(folder: Path, start: str | None, output: Path | None, json_: bool) ->
         from lightning_stateful.report.ledger_page import write_page
 
         write_page(found, output)
-    click.echo(as_json(found.to_dict()) if json_ else str(found))
+    if json_:
+        from lightning_stateful.ledger.over_time import in_numbers
+
+        click.echo(as_json({**found.to_dict(), **in_numbers(found)}))
+    else:
+        click.echo(str(found))
     return FOUND if found.findings() else RIGHT
 
 

@@ -21,13 +21,22 @@ from numpy.typing import NDArray
 
 from lightning_stateful.errors import DamagedStateError, StateVersionError
 
-VERSION = 1
+VERSION = 2
+# Records of version 1 end behind their parts.
+_READABLE = (1, VERSION)
 SUFFIX = ".ledger"
 Items = NDArray[np.uint64] | tuple[str, ...] | None
 
 _FRAME = struct.Struct("<II")  # bytes of the record, their CRC-32
 _BATCH = struct.Struct("<IIB")  # epoch, number of the batch in it, number of parts; no parts: the epoch's end
 _PART = struct.Struct("<BBIII")  # number of the loader, kind of items, epoch of the loader, cycle, number of items
+# Behind the parts come sections, each with the number of its kind.
+_TIMES, _COUNTS = 1, 2
+# Since the batch before began, and waited for data, in units of 10 microseconds.
+_TIMES_OF = struct.Struct("<BII")
+# Number of the part, its tokens, the same with padding, number of sources; and of each source its number and samples.
+_COUNTS_OF, _SOURCE = struct.Struct("<BBIIH"), struct.Struct("<HI")
+_UNITS, _MOST_UNITS = 100_000, 2**32 - 1
 # Kinds of items beside the widths of indices, 1 to 8 bytes.
 _TEXTS, _UNKNOWN = 16, 17
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
@@ -42,12 +51,15 @@ class FileHeader:
         rank: The rank, of data-parallel ranks.
         num_replicas: The number of ranks.
         loaders: By the path of a loader (empty for a single one): ``length``, the number of items that a whole epoch
-            has once each, None where that is not known; ``once``, False where an epoch may have an item twice; and
-            ``data``, a digest of the settings by which items are numbered.
+            has once each, None where that is not known; ``once``, False where an epoch may have an item twice;
+            ``data``, a digest of the settings by which items are numbered; and of a mixture, ``mixture``, what was
+            asked for.
         begins: Epoch and batch at which the start begins.
         resumed: Where the checkpoint that it was resumed from was written: ``start``, ``epoch`` and ``batch`` of the
             batch that was to come. None for a start without a checkpoint.
         versions: Versions of this package, torch and Lightning.
+        time: Seconds since 1970 by the clock of this rank's host, from which :attr:`Batch.began` counts.
+        host: The name of that host.
     """
 
     start: str
@@ -57,6 +69,8 @@ class FileHeader:
     begins: tuple[int, int] = (0, 0)
     resumed: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    time: float = 0.0
+    host: str = ""
 
 
 class Part(NamedTuple):
@@ -68,6 +82,10 @@ class Part(NamedTuple):
         items: Indices, or keys as text; None where it is not known what the batch consists of.
         number: The number of items.
         cycle: Passes before in the epoch, of a loader that begins again within it.
+        sources: Samples of each source of a mixture, where the items do not say it: pairs of its number among the
+            names in the header, and how many.
+        tokens: Tokens in the batch without padding, where the loader knows lengths.
+        padded: The same with padding; 0 where that is not known.
     """
 
     path: str
@@ -75,6 +93,9 @@ class Part(NamedTuple):
     items: Items
     number: int
     cycle: int = 0
+    sources: tuple[tuple[int, int], ...] = ()
+    tokens: int = 0
+    padded: int = 0
 
     def listed(self) -> list[Any]:
         """The items as a list; empty where they are not known."""
@@ -90,11 +111,16 @@ class Batch(NamedTuple):
         epoch: The epoch of the Trainer.
         batch: Its number in the epoch.
         parts: Its items, of each loader; empty for the end of the epoch, which comes after its last batch.
+        began: When this rank began its step, with the batch on the device: seconds after :attr:`FileHeader.time`; None
+            where it was not measured.
+        waited: Seconds that the training loop waited for the batch.
     """
 
     epoch: int
     batch: int
     parts: tuple[Part, ...]
+    began: float | None = None
+    waited: float = 0.0
 
 
 class LedgerFile:
@@ -116,6 +142,8 @@ class LedgerFile:
         self._file = path.open("xb", buffering=0)
         self._held = bytearray(json.dumps({"version": VERSION, **asdict(header)}).encode() + b"\n")
         self._flushed = 0.0
+        # The time that the batches so far add up to, so that nothing is lost by rounding.
+        self._units = 0
         self.flush()
 
     def add(self, batch: Batch) -> None:
@@ -124,6 +152,14 @@ class LedgerFile:
         for part in batch.parts:
             kind, items = _encoded(part.items)
             record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.cycle, part.number) + items
+        if batch.began is not None:
+            passed = min(max(round(batch.began * _UNITS) - self._units, 0), _MOST_UNITS)
+            self._units += passed
+            record += _TIMES_OF.pack(_TIMES, passed, min(round(batch.waited * _UNITS), _MOST_UNITS))
+        for number, part in enumerate(batch.parts):
+            if part.sources or part.padded:
+                record += _COUNTS_OF.pack(_COUNTS, number, part.tokens, part.padded, len(part.sources))
+                record += b"".join(_SOURCE.pack(*pair) for pair in part.sources)
         self._held += _FRAME.pack(len(record), zlib.crc32(record))
         self._held += record
         if len(self._held) > _MOST_HELD or time.monotonic() - self._flushed > _MOST_SECONDS:
@@ -178,8 +214,9 @@ def read_header(path: Path) -> FileHeader:
         header = FileHeader(**{**given, "begins": tuple(given["begins"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
-    if version != VERSION:
-        raise StateVersionError(f"{path} is of version {version!r} of the ledger; this package reads {VERSION}.")
+    if version not in _READABLE:
+        known = " and ".join(map(str, _READABLE))
+        raise StateVersionError(f"{path} is of version {version!r} of the ledger; this package reads {known}.")
     return header
 
 
@@ -195,16 +232,20 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
     """
     content = path.read_bytes()
     header, first = read_header(path), content.partition(b"\n")[0]
-    paths, at, batches = list(header.loaders), len(first) + 1, []
+    paths, at, batches, began = list(header.loaders), len(first) + 1, list[Batch](), 0.0
     while at + _FRAME.size <= len(content):
         size, checksum = _FRAME.unpack_from(content, at)
         record = content[at + _FRAME.size : at + _FRAME.size + size]
         if len(record) < max(size, _BATCH.size) or zlib.crc32(record) != checksum:
             break
         try:
-            batches.append(_decoded(record, paths))
+            batch = _decoded(record, paths)
         except (ValueError, IndexError, struct.error) as error:
             raise DamagedStateError(f"{path} has a record that is none of version {VERSION}, at byte {at}.") from error
+        if batch.began is not None:
+            began += batch.began
+            batch = batch._replace(began=began)
+        batches.append(batch)
         at += _FRAME.size + size
     return header, batches, len(content) - at
 
@@ -234,7 +275,32 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
             items = np.frombuffer(record, f"<u{kind}", count, at).astype(np.uint64)
             at += kind * count
         parts.append(Part(paths[loader], loader_epoch, items, count, cycle))
-    return Batch(epoch, number, tuple(parts))
+    passed, waited = _read_sections(record, at, parts)
+    return Batch(epoch, number, tuple(parts), passed, waited)
+
+
+def _read_sections(record: bytes, at: int, parts: list[Part]) -> tuple[float | None, float]:
+    """Read what stands behind the parts, and complete these.
+
+    Returns:
+        Seconds since the batch before began, None where they are not there; and seconds waited.
+    """
+    passed, waited = None, 0.0
+    while at < len(record):
+        if record[at] == _TIMES:
+            _, *units = _TIMES_OF.unpack_from(record, at)
+            passed, waited = (number / _UNITS for number in units)
+            at += _TIMES_OF.size
+        elif record[at] == _COUNTS:
+            _, number, tokens, padded, num_sources = _COUNTS_OF.unpack_from(record, at)
+            at += _COUNTS_OF.size
+            end = at + num_sources * _SOURCE.size
+            sources = tuple(_SOURCE.iter_unpack(record[at:end]))
+            parts[number] = parts[number]._replace(sources=sources, tokens=tokens, padded=padded)
+            at = end
+        else:
+            raise ValueError(record[at])
+    return passed, waited
 
 
 def files_of(folder: Path) -> Mapping[str, list[Path]]:

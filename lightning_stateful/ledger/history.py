@@ -74,12 +74,14 @@ class Start:
         damaged: By rank, bytes at the end of the file that are no whole record.
         kept: By rank, how many of the batches the latest weights have been trained on. Those behind the checkpoint
             that a later start was resumed from are lost with their weights.
+        headers: The header of each rank.
     """
 
     header: FileHeader
     batches: dict[int, list[Batch]]
     damaged: dict[int, int] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
+    headers: dict[int, FileHeader] = field(default_factory=dict)
 
     @property
     def num_kept(self) -> int:
@@ -325,7 +327,8 @@ def _start_of(paths: list[Path]) -> Start:
     if any(other.num_replicas != header.num_replicas for other, _, _ in read):
         raise DamagedStateError(f"The files in {paths[0].parent} are of different numbers of ranks.")
     damaged = {header.rank: left for header, _, left in read if left}
-    return Start(header, {header.rank: batches for header, batches, _ in read}, damaged)
+    headers = {header.rank: header for header, _, _ in read}
+    return Start(header, {header.rank: batches for header, batches, _ in read}, damaged, headers=headers)
 
 
 def _written_at(start: Start) -> tuple[int, int] | None:

@@ -136,6 +136,14 @@ class PackedDataset(Dataset[PackedSequence]):
         epoch, sequence = divmod(number, len(self))
         return self._plan.parts(sequence, epoch or self._epoch)
 
+    def num_tokens_at(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Tokens of documents in the sequences at ``indices``, and the same with padding; nothing is read."""
+        by_epoch: dict[int, list[int]] = {}
+        for epoch, sequence in (divmod(index, len(self)) for index in indices):
+            by_epoch.setdefault(epoch or self._epoch, []).append(sequence)
+        tokens = sum(self._plan.tokens_of(sequences, epoch) for epoch, sequences in by_epoch.items())
+        return tokens, len(indices) * self.packing.sequence_length
+
     def counts(self, passes: Iterable[tuple[int, int]]) -> dict[str, float]:
         """Counts of what was served; nothing is read.
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import ConcatDataset, default_collate
 
@@ -58,14 +58,8 @@ class PackedSources(ConcatDataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples at ``indices``."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for place, index in enumerate(indices):
-            number, at = divmod(index, len(self))
-            source = bisect_right(self.cumulative_sizes, at)
-            first, end = self.cumulative_sizes[source - 1] if source else 0, self.cumulative_sizes[source]
-            wanted.setdefault(source, []).append((place, number * (end - first) + at - first))
         samples: list[Any] = [None] * len(indices)
-        for source, pairs in wanted.items():
+        for source, pairs in self._by_source(indices).items():
             dataset, within = self.datasets[source], [index for _, index in pairs]
             found = (
                 dataset.__getitems__(within) if isinstance(dataset, PackedDataset) else map(dataset.__getitem__, within)
@@ -73,6 +67,24 @@ class PackedSources(ConcatDataset[Any]):
             for (place, _), value in zip(pairs, found, strict=True):
                 samples[place] = Sample(source, value) if self._is_told else value
         return samples
+
+    def num_tokens_at(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Tokens of documents at ``indices``, and the same with padding; zeros if some samples are not packed."""
+        found = [(self.datasets[source], pairs) for source, pairs in self._by_source(indices).items()]
+        if not all(isinstance(dataset, PackedDataset) for dataset, _ in found):
+            return 0, 0
+        counts = [cast(PackedDataset, dataset).num_tokens_at([at for _, at in pairs]) for dataset, pairs in found]
+        return sum(tokens for tokens, _ in counts), sum(room for _, room in counts)
+
+    def _by_source(self, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """By the number of a source, pairs of a place among ``indices`` and the index within the source."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            number, at = divmod(index, len(self))
+            source = bisect_right(self.cumulative_sizes, at)
+            first, end = self.cumulative_sizes[source - 1] if source else 0, self.cumulative_sizes[source]
+            wanted.setdefault(source, []).append((place, number * (end - first) + at - first))
+        return wanted
 
 
 class SourceCollate:

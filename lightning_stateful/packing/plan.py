@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -93,6 +93,10 @@ class PackingPlan(ABC):
     @abstractmethod
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The parts of documents in some sequences of an epoch, in their order; together they take less time each."""
+
+    @abstractmethod
+    def tokens_of(self, sequences: Sequence[int], epoch: int) -> int:
+        """Tokens of documents in a few sequences of an epoch, all together, without asking which documents."""
 
     def parts(self, sequence: int, epoch: int) -> list[Part]:
         """The parts of documents in a sequence of an epoch, in their order."""

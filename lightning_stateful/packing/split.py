@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -71,6 +72,11 @@ class SplitPlan(PackingPlan):
 
     def __reduce__(self) -> tuple[type[SplitPlan], tuple[LengthArray, int, int, int | None]]:
         return type(self), (self._lengths, self._length, self._separators, self._seed)
+
+    def tokens_of(self, sequences: Sequence[int], epoch: int) -> int:
+        """Tokens of documents in a few sequences: all are full but the last of an epoch."""
+        left_in_last = self.num_sequences * self._length - self.num_tokens
+        return len(sequences) * self._length - left_in_last * (self.num_sequences - 1 in sequences)
 
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The parts of documents in sequences; the last of an epoch may hold fewer than ``sequence_length`` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.plan import PackingPlan, Parts
 from lightning_stateful.packing.settings import Packing
+
+# Sequences whose tokens are counted together.
+_AT_ONCE = 1024
 
 
 class Pattern(NamedTuple):
@@ -36,11 +40,13 @@ class _Items(NamedTuple):
         firsts: Where the documents of each begin among those sorted by length.
         each: How many of them a sequence holds.
         bounds: Where the items of each pattern begin and, last, their number.
+        tokens: Tokens in a sequence of each pattern; those of a sequence that a document fills come last.
     """
 
     firsts: Indices
     each: Indices
     bounds: Indices
+    tokens: Indices
 
 
 def best_fit_decreasing(counts: Indices, length: int) -> list[Pattern]:
@@ -125,7 +131,7 @@ class WholePlan(PackingPlan):
         self._by_size = np.argsort(sizes, kind="stable").astype(np.min_scalar_type(len(lengths)))
         starts = bounds_of(counts)
         patterns = best_fit_decreasing(counts, self._length)
-        self._items = _placed(patterns, starts)
+        self._items = _placed(patterns, starts, self._length)
         self._bounds = bounds_of(np.array([pattern.number for pattern in patterns], dtype=np.int64))
         self._starts = np.append(starts[np.flatnonzero(counts[1:]) + 1], starts[-1])
         self.num_sequences = int(self._bounds[-1] + self._full_bounds[-1])
@@ -133,16 +139,32 @@ class WholePlan(PackingPlan):
         self.num_dropped = int(counts[0]) if packing.too_long == "drop" else 0
         self._truncates = packing.too_long == "truncate"
         self._shuffle = lru_cache(maxsize=2)(self._make_shuffle)
+        self._tokens = lru_cache(maxsize=4)(self._tokens_from)
 
     def __reduce__(self) -> tuple[type[WholePlan], tuple[LengthArray, Packing, int | None]]:
         return type(self), (self._lengths, self._packing, self._seed)
 
+    def tokens_of(self, sequences: Sequence[int], epoch: int) -> int:
+        """Tokens of documents in a few sequences, as their patterns say."""
+        return sum(self._tokens(epoch, at // _AT_ONCE)[at % _AT_ONCE] for at in sequences)
+
+    def _tokens_from(self, epoch: int, block: int) -> list[int]:
+        """The tokens in each of many sequences that follow one another."""
+        first = block * _AT_ONCE
+        numbers = self._numbers(np.arange(first, min(first + _AT_ONCE, self.num_sequences)), epoch)
+        tokens: list[int] = self._items.tokens[np.searchsorted(self._bounds, numbers, side="right") - 1].tolist()
+        return tokens
+
+    def _numbers(self, sequences: Indices, epoch: int) -> Indices:
+        """The numbers of sequences, one pattern after the other, that come at these places in an epoch."""
+        if self._seed is None:
+            return sequences
+        key = derive_seed("whole sequences", self._seed, epoch)
+        return keyed_permutation(self.num_sequences, key).take(sequences)
+
     def parts_of(self, sequences: Indices, epoch: int) -> Parts:
         """The documents in sequences, or the part of one that fills a sequence."""
-        numbers = sequences
-        if self._seed is not None:
-            key = derive_seed("whole sequences", self._seed, epoch)
-            numbers = keyed_permutation(self.num_sequences, key).take(sequences)
+        numbers = self._numbers(sequences, epoch)
         full = numbers - self._bounds[-1]
         is_full = full >= 0
         if not is_full.any():
@@ -216,7 +238,7 @@ class WholePlan(PackingPlan):
         )
 
 
-def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
+def _placed(patterns: list[Pattern], starts: Indices, length: int) -> _Items:
     """Places of the documents of patterns; ``starts`` tells where those of each length begin."""
     free = starts[:-1].tolist()
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -228,4 +250,5 @@ def _placed(patterns: list[Pattern], starts: Indices) -> _Items:
             each_of.append(each)
             free[size] += number * each
     placed, held, sizes = (np.array(column, dtype=np.int64) for column in columns)
-    return _Items(placed, held, bounds_of(sizes))
+    tokens = [sum(size * each for size, each in items) for _, items in patterns]
+    return _Items(placed, held, bounds_of(sizes), np.array([*tokens, length], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Floor 4: words and pictures of what the toolkit does with data, before any training."""
+"""Words and pictures of what the toolkit does with data: of a ledger, and of buckets before any training."""
 
 from lightning_stateful.report.padding import PaddingReport, padding_report
 

@@ -14,6 +14,7 @@ from lightning_stateful.bucketing.padding import StepPadding, measure
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.permutation import Indices, keyed_permutation
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.report.figures import new_figure
 from lightning_stateful.report.padding import order_of
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
@@ -37,7 +38,7 @@ def plot_padding(batches: BucketBatchSampler | BatchOrder, path: str | Path, *, 
         ConfigurationError: matplotlib is not installed or does not know the format, or the batches know no lengths.
         OSError: The file cannot be written.
     """
-    figure = _new_figure()
+    figure = new_figure(10, 6.4)
     order = order_of(batches)
     after = measure(order.plan(0, num_replicas))
     before = _shuffled(order.lengths, max(round(float(after.counts.mean())), 1))
@@ -87,14 +88,3 @@ def _shuffled(lengths: NDArray[Any], size: int) -> StepPadding:
         counts=np.full((count, 1), size, dtype=np.int64),
         tokens=found.sum(axis=1, keepdims=True),
     )
-
-
-def _new_figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "Pictures need matplotlib; install it with: pip install 'lightning-stateful[plots]'"
-        ) from None
-    # Not by pyplot, which would keep the figure and choose a backend for the user's own.
-    return Figure(figsize=(10, 6.4), layout="constrained")

@@ -56,7 +56,7 @@ class StreamOrder(StreamReader):
                 run = self._with_batches(run, at_start=not step)
                 if run.is_over:
                     break
-            batch = run.next()
+            batch, self.given = run.next(), run.given
             step += 1
             self.recent.note(epoch, step, ServedState(run))
             is_last = step == self._limit

@@ -53,7 +53,10 @@ class StreamReader(ABC):
         setup: How the stream is read and served.
         recent: The states before recent steps.
         ended: The latest epoch that has ended, and its steps.
+        given: What the sources gave to the latest batch; see :class:`WorkerSlot`. Empty where that is not known.
     """
+
+    given: tuple[tuple[int, int, int], ...] = ()
 
     kind: ClassVar[str]
     version: ClassVar[int] = 1

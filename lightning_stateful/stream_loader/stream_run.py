@@ -20,6 +20,8 @@ from lightning_stateful.streams.nodes import NodeState
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]
+# A batch, where the slots stand after it, and what each source gave to it.
+_Read = tuple[Any, SlotStates, tuple[tuple[int, int, int], ...]]
 
 
 class StreamRun:
@@ -38,12 +40,14 @@ class StreamRun:
         begun: Where it began.
         num_served: Batches that were handed over.
         states: Where the slots of this rank stood after the latest of them.
+        given: What the sources gave to the latest of them; see :class:`WorkerSlot`.
         is_closed: Whether it reads no more.
         is_iterated: Whether somebody iterates over it.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
     is_iterated = False
+    given: tuple[tuple[int, int, int], ...] = ()
 
     def __init__(
         self,
@@ -58,8 +62,8 @@ class StreamRun:
         self.begun, self.num_served, self.is_closed, self._limit = begun, 0, False, limit
         self._slots, self._topology = slots, topology
         self._sync = None if connect is None else connect(self._describe)
-        # Batches that were read ahead, and where this rank's slots stand after each.
-        self._buffer: deque[tuple[Any, SlotStates]] = deque()
+        # Batches that were read ahead.
+        self._buffer: deque[_Read] = deque()
         self._num_read = self._num_beyond = 0
         self._is_read = self.is_over = False
         # Met where this rank reads ahead, and where it has to be raised.
@@ -97,7 +101,7 @@ class StreamRun:
                 raise broken
             finally:
                 del broken  # Its frames hold this one, and that the workers.
-        batch, self.states = self._buffer.popleft()
+        batch, self.states, self.given = self._buffer.popleft()
         self.num_served += 1
         return batch
 
@@ -229,14 +233,14 @@ class StreamRun:
             if sync is not None:
                 sync.publish(self._states)
 
-    def _read(self) -> tuple[Any, SlotStates] | None:
-        """The next batch of this rank, and where its slots stand then; None at its end."""
+    def _read(self) -> _Read | None:
+        """The next batch of this rank; None at its end."""
         deliveries = self._deliveries
         try:
             while deliveries is not None and (delivery := next(deliveries, None)) is not None:
                 self._note(delivery)
                 if not delivery.is_end:
-                    return delivery.batch, self._states
+                    return delivery.batch, self._states, delivery.given
         except Exception as error:
             rank = self._topology.rank
             explained = self._slots.explained(error, lambda: self._shards_in(rank, list(map(_decoded, self._states))))

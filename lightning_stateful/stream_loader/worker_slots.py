@@ -55,6 +55,7 @@ class Delivery(NamedTuple):
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
         said: Texts that a user should read.
+        given: What the sources gave to the batch; see :class:`WorkerSlot`.
     """
 
     worker: int
@@ -62,6 +63,7 @@ class Delivery(NamedTuple):
     batch: Any
     is_end: bool
     said: tuple[str, ...] = ()
+    given: tuple[tuple[int, int, int], ...] = ()
 
 
 class SlotDataset(IterableDataset[Delivery]):
@@ -174,7 +176,7 @@ class _Deliveries:
         self._is_over = False
         state = slot.state()
         batch = self._dataset.collated(samples, task, state["batches"])
-        return Delivery(task.worker, self._encode(state), batch, False, self._said(slot))
+        return Delivery(task.worker, self._encode(state), batch, False, self._said(slot), getattr(slot, "given", ()))
 
     @staticmethod
     def _said(slot: Any) -> tuple[str, ...]:

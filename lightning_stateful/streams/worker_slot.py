@@ -316,9 +316,12 @@ class WorkerSlot:
         epoch: The pass.
         goes_on: Whether there is something behind an error.
         said: Texts that a user should read, which whoever shows them takes out.
+        given: Of each source in the latest batch its number, samples, and tokens of padding in packed ones; empty where
+            a stream has one source that is not packed.
     """
 
     goes_on = False
+    given: tuple[tuple[int, int, int], ...] = ()
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch
@@ -354,6 +357,7 @@ class WorkerSlot:
         mixing = self._config.mixing
         if self._over:
             raise StopIteration
+        before = self._states.copy()
         if mixing is None:
             batch = self._of_source(ALONE)
         else:
@@ -363,6 +367,8 @@ class WorkerSlot:
             self._over = True
             raise StopIteration
         self._served += 1
+        if self._config.counts_given:
+            self.given = self._given_since(before, len(batch))
         return batch
 
     def state(self) -> NodeState:
@@ -378,6 +384,16 @@ class WorkerSlot:
         """Close all sources."""
         for reader in self._readers.values():
             reader.close()
+
+    def _given_since(self, before: Mapping[str, NodeState], size: int) -> tuple[tuple[int, int, int], ...]:
+        found = []
+        for number, (name, state) in enumerate(self._states.items()):
+            if state is not before[name]:
+                now, then = state.get("given", NOTHING_GIVEN), before[name].get("given", NOTHING_GIVEN)
+                # Sources that cut batches count these.
+                items = size if self._config.gives_batches else now[0] - then[0]
+                found.append((number, items, now[1] - then[1]))
+        return tuple(one for one in found if one[1])
 
     def _in_turn(self, mixing: Mixing) -> list[Any]:
         while active := self._active(mixing):

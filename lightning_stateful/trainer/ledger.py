@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import time
 import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,10 +24,19 @@ from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
+from lightning_stateful.trainer.batch_counts import BatchCounts
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.ranks import gathered, topology_of
 
 _PACKAGES = ("lightning_stateful", "torch", "lightning", "pytorch_lightning")
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A batch that was fetched and not trained on yet: its parts by the path of their loader, and seconds waited."""
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    waited: float = 0.0
 
 
 class LedgerWriter:
@@ -48,8 +60,10 @@ class LedgerWriter:
         self.start = ""
         self._resumed: dict[str, Any] | None = None
         self._file: LedgerFile | None = None
-        # Batches that were fetched and not trained on yet, by the path of their loader.
-        self._fetched: deque[dict[str, Part]] = deque()
+        self._fetched: deque[_Fetched] = deque()
+        self._counts: dict[str, BatchCounts] = {}
+        # By the clock of the header's time.
+        self._began_at = 0.0
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
         self._due: tuple[int, int] | None = None
@@ -95,7 +109,10 @@ class LedgerWriter:
             begins,
             self._resumed,
             _versions(),
+            time.time(),
+            socket.gethostname(),
         )
+        self._began_at = time.perf_counter()
         self._resumed = None
         failure = ""
         # Processes that share a data-parallel rank read the same.
@@ -112,23 +129,32 @@ class LedgerWriter:
             )
         rank_zero_info(f"What is trained on is written to {file.parent}.")
 
-    def note(self, path: str, at: Progress, indices: Any, batch: Any) -> None:
+    def note(self, path: str, loader: AnyLoader, at: Progress, batch: Any, waited: float) -> None:
         """Note a batch that a loader is about to hand over.
 
         Args:
             path: The loader's path.
+            loader: The loader.
             at: Progress in the loader's epoch as the pass began.
-            indices: The indices that it was read at; None where there are none.
             batch: The batch.
+            waited: Seconds that it took to come.
         """
+        if path not in self._counts or self._counts[path].loader is not loader:
+            self._counts[path] = BatchCounts(loader)
+        counts = self._counts[path]
+        indices = loader.indices if isinstance(loader, StatefulLoader) else None
         # Lightning may fetch the first batch before training begins.
         if self._key is not None:
             items, number = self._keys_of(batch, self._key, indices)
         else:
             items, number = (None, 0) if indices is None else as_items(indices)
-        if not self._fetched or path in self._fetched[-1]:
-            self._fetched.append({})
-        self._fetched[-1][path] = Part(path, at.epoch, items, number, at.cycle)
+        # Indices say themselves of which source they are.
+        sources = counts.sources(indices) if self._key is not None or indices is None else ()
+        part = Part(path, at.epoch, items, number, at.cycle, sources, *counts.padding(indices))
+        if not self._fetched or path in self._fetched[-1].parts:
+            self._fetched.append(_Fetched())
+        self._fetched[-1].parts[path] = part
+        self._fetched[-1].waited += waited
 
     def _keys_of(self, batch: Any, key: Callable[[Any], Any], indices: Any) -> tuple[Items, int]:
         """The keys of a batch.
@@ -155,8 +181,9 @@ class LedgerWriter:
 
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
-        parts = self._fetched.popleft() if self._fetched else {}
-        self._begun = Batch(*at, tuple(parts.values()))
+        fetched = self._fetched.popleft() if self._fetched else _Fetched()
+        began = time.perf_counter() - self._began_at
+        self._begun = Batch(*at, tuple(fetched.parts.values()), began, fetched.waited)
 
     def end_batch(self) -> None:
         """The batch has been trained on."""
@@ -213,6 +240,7 @@ def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[st
             "length": _num_once(loader) if is_whole else None,
             "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
             "data": digest(loader.tracker.config),
+            **BatchCounts(loader).described(),
         }
         for path, loader in loaders.items()
     }

@@ -7,6 +7,7 @@ gets and iterates in place of each DataLoader is a :class:`LoaderProxy`.
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +51,6 @@ Request = Callable[[], Any]
 # Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
 # shuffles.
 _RECORDS = "__pl_saved_"
-
 
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
@@ -319,6 +319,7 @@ class LoaderProxy:
         original: The user's loader.
         starts_early: As the argument.
         num_handed: Batches that the latest pass has handed over.
+        waited: Seconds that the latest batch took to come.
     """
 
     is_proxy = True
@@ -349,9 +350,8 @@ class LoaderProxy:
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
         self._given = _arguments_of(self._shown)
-        self._locate, self._aside = locate, aside
-        self._after_read = after_read
-        self._isolated = isolated
+        self._locate, self._aside, self._after_read = locate, aside, after_read
+        self._isolated, self.waited = isolated, 0.0
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
         self._ignored = ""
@@ -401,6 +401,7 @@ class LoaderProxy:
             # Nothing of it is trained on, and so nothing is counted.
             yield from self.loader.batches(*beside, isolated=True)
             return
+        asked = time.perf_counter()
         # Neither could be pickled with the trainer.
         self._early = self._holder = None
         begun = begun or self._begin()
@@ -412,6 +413,7 @@ class LoaderProxy:
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
         for batch in read:
+            self.waited = time.perf_counter() - asked
             if isinstance(batch, FailedBatch):
                 raise batch.error
             if self._note is not None:
@@ -420,6 +422,7 @@ class LoaderProxy:
             if self._after_read is not None:
                 self._after_read()
             yield batch
+            asked = time.perf_counter()
         if self._at_end is not None:
             self._at_end()
         if self._after_read is not None:

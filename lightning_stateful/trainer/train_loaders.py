@@ -369,9 +369,8 @@ class TrainLoaders:
         if self._notes_content:
             self.content.note(path, plan, step, batch, self._next_step())
         if self._ledger.is_on:
-            loader = self.combined.loaders[path]
-            indices = loader.indices if isinstance(loader, StatefulLoader) else None
-            self._ledger.note(path, plan.progress_after(0), indices, batch)
+            loader, waited = self.combined.loaders[path], self._proxies[path].waited
+            self._ledger.note(path, loader, plan.progress_after(0), batch, waited)
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.

@@ -33,7 +33,9 @@ def test_it_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(tmp_path)]) == 1
     assert "never: of epoch 0, 1 item of 6 never came: 3." in capsys.readouterr().out
     assert main(["report", str(tmp_path), "--json"]) == 1
-    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    said = json.loads(capsys.readouterr().out)
+    assert (said["mixture"], said["padding"], said["waiting"]) == ({}, {}, [])
+    [finding] = said["findings"]
     assert (finding["kind"], finding["items"], finding["starts"]) == ("never", [3], ["monday"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from lightning_stateful.errors import DamagedStateError, StateVersionError
 from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_file
 from lightning_stateful.ledger.files import as_items
 
-HEADER = FileHeader("a start", 1, 4, {"": {"length": 10}, "b.0": {"length": None}}, (2, 5), None, {"torch": "2"})
+HEADER = FileHeader(
+    "a start", 1, 4, {"": {"length": 10}, "b.0": {"length": None}}, (2, 5), None, {"torch": "2"}, 1e9, "node"
+)
 
 
 def part(items: Any, path: str = "", epoch: int = 2) -> Part:
@@ -22,14 +26,15 @@ def part(items: Any, path: str = "", epoch: int = 2) -> Part:
 
 BATCHES = [
     Batch(2, 5, (part([3, 0, 255]), part(["a", "ä"], "b.0", 7))),
-    Batch(2, 6, (part([256, 70_000]), Part("b.0", 7, None, 0))),
-    Batch(2, 7, (part([2**40]), part([], "b.0"))),
+    Batch(2, 6, (part([256, 70_000]), Part("b.0", 7, None, 0, 0, ((0, 3), (300, 2**20)), 50, 64)), 0.5, 0.25),
+    Batch(2, 7, (part([2**40])._replace(tokens=7, padded=7), part([], "b.0")), 0.51, 0.0),
     Batch(2, 8, ()),
 ]
 
 
 def plain(batch: Batch) -> Any:
-    return batch.epoch, batch.batch, [(one.path, one.epoch, one.listed(), one.number) for one in batch.parts]
+    parts = [(*one._replace(items=None), one.listed()) for one in batch.parts]
+    return batch.epoch, batch.batch, parts, batch.began, batch.waited
 
 
 @pytest.fixture
@@ -83,9 +88,47 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
 
 
 def test_a_later_version_is_refused(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
-    with pytest.raises(StateVersionError, match="version 2"):
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 3'))
+    with pytest.raises(StateVersionError, match="version 3 of the ledger; this package reads 1 and 2"):
         read_file(path)
+
+
+# One batch and the end of an epoch, as version 1 wrote them.
+OF_VERSION_1 = (
+    b'{"version": 1, "start": "a", "rank": 0, "num_replicas": 1, "loaders": {"": {"length": 4}}, "begins": [0, 0], '
+    b'"resumed": null, "versions": {}}\n\x19\x00\x00\x00z\xdcp\xc6\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x01\x00'
+    b"\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x03\x01\t\x00\x00\x00\x1e=i\xdb\x00\x00\x00\x00\x01\x00\x00\x00\x00"
+)
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(OF_VERSION_1)
+    header, batches, left = read_file(tmp_path / "a")
+    assert (header, left) == (FileHeader("a", 0, 1, {"": {"length": 4}}), 0)
+    assert list(map(plain, batches)) == list(map(plain, [Batch(0, 0, (part([3, 1], epoch=0),)), Batch(0, 1, ())]))
+
+
+def test_a_record_of_an_unknown_kind_is_damage_and_no_guess(path: Path) -> None:
+    content = path.read_bytes()
+    begin = content.index(b"\n") + 1
+    record = struct.pack("<IIB", 2, 5, 0) + b"\x07"
+    path.write_bytes(content[:begin] + struct.pack("<II", len(record), zlib.crc32(record)) + record)
+    with pytest.raises(DamagedStateError, match=f"none of version 2, at byte {begin}"):
+        read_file(path)
+
+
+def test_times_are_exact_to_ten_microseconds_over_many_batches_and_long_pauses(tmp_path: Path) -> None:
+    began = [number * 0.003_333_7 for number in range(3000)] + [200_000.0 + number / 7 for number in range(10)]
+    file = LedgerFile(tmp_path / "a", HEADER)
+    for number, at in enumerate(began):
+        file.add(Batch(0, number, (part([1]),), at, 2 * at))
+    file.close()
+    _, batches, _ = read_file(tmp_path / "a")
+    found = [batch.began for batch in batches]
+    # Of a pause of over eleven hours, the batches behind it take what does not fit into one number.
+    assert found[:3000] == pytest.approx(began[:3000], abs=1e-5)
+    assert found[-5:] == pytest.approx(began[-5:], abs=1e-5)
+    assert [batch.waited for batch in batches[:3000]] == pytest.approx([2 * at for at in began[:3000]], abs=1e-5)
 
 
 def test_a_file_is_never_written_again(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing import Packing, split
+from lightning_stateful.packing import Packing, split, whole
 from lightning_stateful.packing import plan as plan_module
 from lightning_stateful.packing.plan import PackingPlan, Part, SequenceOrder
 from lightning_stateful.packing.split import SplitPlan
@@ -235,6 +235,7 @@ def counted(plan: PackingPlan, lengths: Any, packing: Packing, epoch: int, numbe
 def test_what_an_epoch_has_served_is_counted(seed: int | None, too_long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(plan_module, "_COUNTED_AT_ONCE", 5)
+    monkeypatch.setattr(whole, "_AT_ONCE", 3)
     lengths = lengths_of(rng, 90, rng.choice([12, 40]))
     packing = Packing(rng.choice([8, 11]), how="whole" if too_long else "split", too_long=too_long, separator=0)
     arguments = (packing, seed) if too_long else (packing.sequence_length, 1, seed)
@@ -244,4 +245,7 @@ def test_what_an_epoch_has_served_is_counted(seed: int | None, too_long: Any, mo
         while at <= plan.num_sequences:
             assert plan.counts(at, epoch) == counted(plan, lengths, packing, epoch, at), (epoch, at)
             at += rng.randint(-min(at, 3), 24)
+        some = rng.sample(range(plan.num_sequences), min(plan.num_sequences, 7))
+        held = [part.end - part.first for each in some for part in plan.parts(each, epoch)]
+        assert plan.tokens_of(some, epoch) == sum(held)
     assert plan.counts(plan.num_sequences, 1).tokens == plan.num_tokens

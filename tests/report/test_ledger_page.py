@@ -6,11 +6,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_ledger
 from lightning_stateful.ledger.files import as_items
+from lightning_stateful.ledger.over_time import Coverage, Shares
 from lightning_stateful.report.ledger_page import write_page
+from lightning_stateful.report.ledger_plots import chosen_dots, grouped
 
 
 def write(folder: Path, name: str, batches: list[list[object]], first: int = 0, resumed: int | None = None) -> None:
@@ -45,11 +48,14 @@ class Page(HTMLParser):
 
 def page_of(folder: Path) -> tuple[str, str]:
     write_page(read_ledger(folder), folder / "page.html")
-    text = (folder / "page.html").read_text()
+    text = (folder / "page.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not page.open
     # It needs no network.
-    assert not re.search(r"(src|href)=.https?:", text.replace('xlink:href="#', ""))
+    assert not re.search(r"(src|href)=.https?:|url\(.?http|@import", text)
+    # What pictures refer to has a name of its own in each.
+    names = re.findall(r'\bid="([^"]*)"', text)
+    assert len(names) == len(set(names))
     return text, " ".join(page.words)
 
 
@@ -59,8 +65,15 @@ def test_a_run_without_a_fault(tmp_path: Path) -> None:
     text, words = page_of(tmp_path)
     assert "Nothing was trained on twice, and nothing was left out." in words
     assert "<a>" in words
-    assert "<svg" in text
+    # For wide screens and narrow ones, in the colour of the page's text.
+    assert text.count("<svg") == 2
+    assert "currentColor" in text
+    assert "#010203" not in text
     assert "Which samples came when" in words
+    assert "start 2" in words
+    assert "trained on again" not in words
+    assert "Padding is not known" in words
+    assert "Not known: too few batches" in words
 
 
 def test_a_run_that_trained_twice_on_something(tmp_path: Path) -> None:
@@ -69,6 +82,53 @@ def test_a_run_that_trained_twice_on_something(tmp_path: Path) -> None:
     _, words = page_of(tmp_path)
     assert "An uninterrupted run would not have done this:" in words
     assert "2 items that start <a> had trained on came again in start b: 2, 3." in words
+    assert "lost with its weights" in words
+    assert "trained on again in the same epoch" in words
+
+
+def test_mixture_padding_and_waiting_stand_in_words_too(tmp_path: Path) -> None:
+    mixture = {"names": ["web", "<books>"], "unit": "batches", "at": [0], "shares": [[0.5, 0.5]], "between": "constant"}
+    for rank in range(2):
+        loaders = {"a.b": {"length": None, "mixture": mixture}}
+        header = FileHeader("one", rank, 2, loaders, host=f"node{rank}")
+        file = LedgerFile(tmp_path / "one" / f"rank-{rank:05}.ledger", header)
+        for number in range(60):
+            part = Part("a.b", 0, None, 0, 0, ((0, 3),) if number % 4 else ((1, 5),), 6, 8)
+            file.add(Batch(0, number, (part,), number * 0.5 + rank * 0.05, 0.1))
+        file.close()
+    text, words = page_of(tmp_path)
+    assert text.count("<svg") == 6
+    assert "Mixture of loader 'a.b', and what was asked for" in words
+    shown = " ".join(words.split())
+    assert "web 270 75.00% 50.00% <books> 150 25.00% 50.00%" in shown
+    assert "25.00% of all 960 tokens in batches are padding" in words
+    assert "Padding is not known" not in words
+    assert "1 0 node0 0.10 29.5 5.90 20.0% 2.95 10.0% 0% 1 1 node1 0.10 29.5 5.90 20.0% 0.00 0.0% 100%" in shown
+    assert "Most often the last was rank 1 on node1: in 100% of its steps." in shown
+    assert "2 hosts, whose clocks are compared as they are" in words
+
+
+def test_of_very_many_samples_those_that_came_again_are_not_lost_among_the_others() -> None:
+    number = 300_000
+    is_again = np.zeros(number, dtype=bool)
+    is_again[[17, 123_457]] = True
+    zeros = np.zeros(number, dtype=np.int64)
+    found = Coverage(np.arange(number), zeros, zeros, is_again, is_again, [0], [])
+    chosen = chosen_dots(found)
+    assert len(chosen) < 21_000
+    assert {17, 123_457} <= set(chosen.tolist())
+    assert np.diff(chosen).max() < 40
+
+
+def test_of_many_sources_the_largest_are_drawn_and_the_others_together() -> None:
+    in_all = np.array([0.02, 0.3, 0.05, 0.1, 0.01, 0.2, 0.12, 0.08, 0.12])
+    shares = np.stack([in_all, in_all[::-1]])
+    found = Shares(tuple("abcdefghi"), "samples", np.arange(2.0), shares, 2 * shares, [1] * 9, in_all, in_all)
+    names, got, asked = grouped(found)
+    assert names == ["b", "d", "f", "g", "h", "i", "3 others"]
+    assert got.sum(axis=1) == pytest.approx([1, 1])
+    assert got[0] == pytest.approx([0.3, 0.1, 0.2, 0.12, 0.08, 0.12, 0.08])
+    assert asked == pytest.approx(2 * got)
 
 
 def test_keys_that_are_no_numbers_have_no_picture(tmp_path: Path) -> None:
@@ -81,5 +141,5 @@ def test_keys_that_are_no_numbers_have_no_picture(tmp_path: Path) -> None:
 def test_it_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "<a>", [[0, 1]])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="needs matplotlib; install it"):
+    with pytest.raises(ValueError, match="need matplotlib; install it"):
         write_page(read_ledger(tmp_path), tmp_path / "page.html")

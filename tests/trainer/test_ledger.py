@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.audit import read_ledger
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.ledger.over_time import waiting_of
 
 NUM = 22
 
@@ -183,6 +184,14 @@ def test_ranks_write_their_own_files_and_other_ranks_go_on_in_others(tmp_path: P
             assert written_by(folder, epoch, rank, starts[1]) == list(map(tuple, batches_of(whole, epoch)))
     callback = StatefulDataCallback(ledger=folder / "ledger", seed=7)
     train(numbers_loader, callbacks=[callback], ckpt_path=folder / "0.ckpt", max_epochs=2)
+    times = waiting_of(resumed)
+    assert times is not None
+    assert [(one.start, one.rank, one.steps) for one in times.ranks] == [
+        *((0, rank, 12) for rank in range(2)),
+        *((1, rank, 9) for rank in range(2)),
+    ]
+    assert times.ranks[0].last + times.ranks[1].last >= 12
+    assert all(0 <= one.own + one.others <= 1.001 * one.seconds for one in times.ranks)
     alone = read_ledger(folder / "ledger")
     assert [start.header.num_replicas for start in alone.starts] == [2, 1]
     assert alone.findings() == []
