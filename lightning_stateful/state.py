@@ -11,8 +11,9 @@ and several loaders' one envelope a loader, by the path of the loader in the use
      "checksum": "81b0f3aa"}
 
 ``config`` is compared on load and never applied. Where something of it has changed in training, an envelope also holds
-``"changed"``: values by name, with dots, as they were when the state was taken. A resume may begin with either. The
-checksum covers everything else in the envelope, so that a damaged state is refused without a look at every value.
+``"changed"``: values by name, with dots, as they were when the state was taken. A resume may begin with either. Where
+batches or samples are left out, ``"skip"`` says which (``samplers/skipping.py``). The checksum covers everything else,
+so that a damaged state is refused without a look at every value.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def pack(
     order_version: int,
     config: Mapping[str, Any],
     progress: Mapping[str, Any],
-    changed: Mapping[str, Any] | None = None,
+    **more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Put one loader's state into a fresh envelope; ``changed`` holds what is no longer as in its configuration."""
+    """Put one loader's state into a fresh envelope; ``changed`` and ``skip`` only where there is something in them."""
     return sealed(
         {
             "version": VERSION,
@@ -104,7 +105,7 @@ def pack(
             "order_version": order_version,
             "config": copy_plain(config, "config"),
             "progress": copy_plain(progress, "progress"),
-            **({"changed": copy_plain(changed, "changed")} if changed else {}),
+            **{name: copy_plain(part, name) for name, part in more.items() if part},
         }
     )
 
@@ -148,7 +149,7 @@ def check(state: Any, *, where: str = "the state") -> None:
     if state.get("kind") == COMBINED:
         wanted["loaders"] = dict
     else:
-        wanted.update(order_version=int, progress=dict, **({"changed": dict} if "changed" in state else {}))
+        wanted.update(order_version=int, progress=dict, **{name: dict for name in ("changed", "skip") if name in state})
     for key, kind in wanted.items():
         if type(state.get(key)) is not kind:
             found = repr(state[key]) if key in state else "nothing"

@@ -30,6 +30,8 @@ _BATCH = struct.Struct("<IIB")  # epoch, number of the batch in it, number of pa
 _PART = struct.Struct("<BBIII")  # number of the loader, kind of items, epoch of the loader, cycle, number of items
 # Kinds of items beside the widths of indices, 1 to 8 bytes.
 _TEXTS, _UNKNOWN = 16, 17
+# Added to the kind of items that were left out and not trained on.
+_SKIPPED = 32
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -68,6 +70,7 @@ class Part(NamedTuple):
         items: Indices, or keys as text; None where it is not known what the batch consists of.
         number: The number of items.
         cycle: Passes before in the epoch, of a loader that begins again within it.
+        skipped: Whether the items were left out since the batch before. Of data without an index, steps of all ranks.
     """
 
     path: str
@@ -75,6 +78,7 @@ class Part(NamedTuple):
     items: Items
     number: int
     cycle: int = 0
+    skipped: bool = False
 
     def listed(self) -> list[Any]:
         """The items as a list; empty where they are not known."""
@@ -123,6 +127,7 @@ class LedgerFile:
         record = bytearray(_BATCH.pack(batch.epoch, batch.batch, len(batch.parts)))
         for part in batch.parts:
             kind, items = _encoded(part.items)
+            kind += _SKIPPED * part.skipped
             record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.cycle, part.number) + items
         self._held += _FRAME.pack(len(record), zlib.crc32(record))
         self._held += record
@@ -226,6 +231,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
         loader, kind, loader_epoch, cycle, count = _PART.unpack_from(record, at)
         at += _PART.size
         items: Items = None
+        skipped, kind = divmod(kind, _SKIPPED)
         if kind == _TEXTS:
             size = int.from_bytes(record[at : at + 4], "little")
             items = tuple(json.loads(record[at + 4 : at + 4 + size]))
@@ -233,7 +239,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
         elif kind != _UNKNOWN:
             items = np.frombuffer(record, f"<u{kind}", count, at).astype(np.uint64)
             at += kind * count
-        parts.append(Part(paths[loader], loader_epoch, items, count, cycle))
+        parts.append(Part(paths[loader], loader_epoch, items, count, cycle, bool(skipped)))
     return Batch(epoch, number, tuple(parts))
 
 

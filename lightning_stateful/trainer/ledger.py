@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class LedgerWriter:
         self._resumed: dict[str, Any] | None = None
         self._file: LedgerFile | None = None
         # Batches that were fetched and not trained on yet, by the path of their loader.
-        self._fetched: deque[dict[str, Part]] = deque()
+        self._fetched: deque[dict[str, list[Part]]] = deque()
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
         self._due: tuple[int, int] | None = None
@@ -112,7 +113,7 @@ class LedgerWriter:
             )
         rank_zero_info(f"What is trained on is written to {file.parent}.")
 
-    def note(self, path: str, at: Progress, indices: Any, batch: Any) -> None:
+    def note(self, path: str, at: Progress, indices: Any, batch: Any, left_out: Any = None) -> None:
         """Note a batch that a loader is about to hand over.
 
         Args:
@@ -120,6 +121,7 @@ class LedgerWriter:
             at: Progress in the loader's epoch as the pass began.
             indices: The indices that it was read at; None where there are none.
             batch: The batch.
+            left_out: What skip= has left out since the batch before: indices, or a number of steps.
         """
         # Lightning may fetch the first batch before training begins.
         if self._key is not None:
@@ -128,7 +130,10 @@ class LedgerWriter:
             items, number = (None, 0) if indices is None else as_items(indices)
         if not self._fetched or path in self._fetched[-1]:
             self._fetched.append({})
-        self._fetched[-1][path] = Part(path, at.epoch, items, number, at.cycle)
+        self._fetched[-1][path] = [Part(path, at.epoch, items, number, at.cycle)]
+        if left_out is not None:
+            skipped = (None, left_out) if isinstance(left_out, int) else as_items(left_out)
+            self._fetched[-1][path].append(Part(path, at.epoch, *skipped, at.cycle, skipped=True))
 
     def _keys_of(self, batch: Any, key: Callable[[Any], Any], indices: Any) -> tuple[Items, int]:
         """The keys of a batch.
@@ -156,7 +161,7 @@ class LedgerWriter:
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
         parts = self._fetched.popleft() if self._fetched else {}
-        self._begun = Batch(*at, tuple(parts.values()))
+        self._begun = Batch(*at, tuple(chain.from_iterable(parts.values())))
 
     def end_batch(self) -> None:
         """The batch has been trained on."""

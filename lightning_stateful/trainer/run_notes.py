@@ -106,6 +106,15 @@ def say_what_is_exact(
         rank_zero_info(f"{where}: {' '.join(filter(None, notes))}")
 
 
+def say_what_is_skipped(combined: CombinedLoaders) -> None:
+    """Log in one line for each loader what training leaves out."""
+    for path, loader in combined.loaders.items():
+        skipping = loader.tracker.skipping
+        if notes := [] if skipping is None else skipping.notes():
+            where = f"Training data {path!r}" if path else "Training data"
+            rank_zero_info(f"{where}: {' '.join(notes)}")
+
+
 def computed_note(loader: AnyLoader) -> str:
     """A sentence on an order that is computed from its progress; empty for one that is read or iterated again."""
     is_computed = isinstance(loader, StatefulLoader) and (loader.description.is_plain or loader.description.is_planned)
