@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,6 +57,12 @@ class Placed(NamedTuple):
     def given(self) -> BatchRange:
         """The range as it was given."""
         return self.epoch, self.first, self.stop
+
+    def is_within(self, others: Iterable[Placed], begun: Progress) -> bool:
+        """Whether other ranges cover what comes of it behind a progress."""
+        begin = max(self.begin, begun.consumed) if self.epoch == begun.epoch else self.begin
+        gaps = Gaps.of((one.begin, one.end) for one in others if one.epoch == self.epoch)
+        return gaps.before(self.end) - gaps.before(begin) == self.end - begin
 
     def __str__(self) -> str:
         one = self.stop - self.first == 1
@@ -152,7 +158,8 @@ class Skipping:
         self._same_samples = saved.get("samples", {}) == _samples_of(self.skip)
         self._gaps.clear()
         ahead = [one for one in self._saved.values() if self._is_ahead(one)]
-        dropped = [str(one) for one in ahead if one.given not in self.skip.ranges]
+        present = self._placed()
+        dropped = [str(one) for one in ahead if not one.is_within(present, self._begun)]
         if "samples" in saved and not self.skip.names_samples:
             dropped.append(_in_words(saved["samples"]))
         if dropped:
