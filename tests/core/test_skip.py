@@ -138,12 +138,12 @@ def test_samples_are_left_out_and_the_others_fill_the_batches(ranks: int) -> Non
     plans = [applied(order.plan(2, ranks), skip, ranks) for skip in (bad, lambda indices: np.isin(indices, [*bad]))]
     for plan in plans:
         batches = [[batch for _, batch in plan.batches(rank)] for rank in range(ranks)]
-        steps = [sum(step, []) for step in zip(*batches, strict=True)]
+        steps = [[index for batch in step for index in batch] for step in zip(*batches, strict=True)]
         whole = order.samples.take(np.arange(103), 2, 0).tolist()
-        assert sum(steps, []) == [index for index in whole if index not in bad]
+        assert [index for step in steps for index in step] == [index for index in whole if index not in bad]
         assert {len(batch) for of_rank in batches for batch in of_rank[:-2]} == {4}
         found = [left_out_at(plan, step) for step in range(plan.num_steps)]
-        assert sorted(sum((one.tolist() for one in found if one is not None), [])) == sorted(bad)
+        assert sorted(index for one in found if one is not None for index in one.tolist()) == sorted(bad)
 
 
 def test_an_epoch_of_which_all_or_only_the_end_is_left_out_has_fewer_steps() -> None:
