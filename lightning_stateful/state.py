@@ -34,7 +34,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from lightning_stateful.shapes import DAMAGED, refuse_vast
+from lightning_stateful.shapes import DAMAGED, SKIP, Either, check_shape, refuse_vast
 
 VERSION = 1
 COMBINED = "combined"
@@ -155,6 +155,7 @@ def check(state: Any, *, where: str = "the state") -> None:
             found = repr(state[key]) if key in state else "nothing"
             raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{DAMAGED}")
     try:
+        check_shape(state.get("skip"), Either(None, SKIP), "skip")
         contents = _checksum(copy_plain(state, where))
     except StateError as error:
         raise DamagedStateError(f"{error}{DAMAGED}") from None

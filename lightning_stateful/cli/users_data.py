@@ -115,6 +115,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
             accept=accepted,
             where=name_of("training", path),
         )
+        loaders[path].leave_out(settings.skip)
     if unknown := warning_of_unknown(accepted, [{path: of.tracker.config} for path, of in loaders.items()]):
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.core.permutation import Indices
+from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError
 
 # Takes indices of the dataset, int64 of shape ``(n,)``, and gives a boolean array: True for those to leave out.
@@ -297,6 +298,27 @@ class SkippingPlan:
     def num_left_out(self, step: int) -> int:
         """Steps left out between the step before ``step`` and the end of that, at the last one to the epoch's end."""
         return self.gaps.before(self.all_before(step + 1)) - self.gaps.before(self.all_before(step))
+
+
+def unit_of(plan: Any) -> int:
+    """What a full step of all ranks adds to ``Progress.consumed``."""
+    rule = getattr(plan, "rule", None)
+    return rule.full if isinstance(rule, StepRule) else 1
+
+
+def plan_without(plan: Any, gaps: Gaps, consumed: int) -> Any:
+    """A plan without what lies in gaps, which are counted in the unit of ``Progress.consumed``; itself without gaps.
+
+    Args:
+        plan: The plan of an epoch, or of the rest of it.
+        gaps: What to leave out of the epoch.
+        consumed: Where the plan begins.
+    """
+    if hasattr(plan, "gaps"):
+        return replace(plan, gaps=gaps) if gaps else plan
+    # Steps that begin in a gap.
+    steps = Gaps.of(-(-np.maximum(gaps.pairs - consumed, 0) // unit_of(plan)))
+    return SkippingPlan(plan, steps) if steps else plan
 
 
 def left_out_at(plan: Any, step: int) -> Any:

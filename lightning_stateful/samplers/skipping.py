@@ -12,26 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.samples import SampleEpochPlan
-from lightning_stateful.core.skip import BatchRange, Gaps, Skip, SkippingPlan, name_of_function
-from lightning_stateful.core.steps import StepRule
+from lightning_stateful.core.skip import BatchRange, Gaps, Skip, name_of_function, plan_without, unit_of
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either
+from lightning_stateful.shapes import refuse_unless
 
-_BY_INDEX = Either({"count": COUNT, "digest": str}, {"function": str}, {"count": COUNT, "digest": str, "function": str})
-# Of the run that wrote it the ranks, what a step of them adds to the progress, and what it had left out of the epoch it
-# was in; of each range its epoch, its batches as they were given, and where it begins and ends in that unit; and what
-# is left out by index.
-SHAPE = {
-    "ranks": RANKS,
-    "unit": COUNT,
-    "skipped": COUNT,
-    "ranges": [(EPOCH, COUNT, COUNT, COUNT, COUNT)],
-    "samples?": _BY_INDEX,
-}
 # Passes whose gaps are kept, by their epoch and cycle: finding them may need a look at every sample.
 _KEPT = 4
 
@@ -109,12 +95,7 @@ class Skipping:
         if (unit, num_replicas) != (self._unit, self._ranks):
             self._unit, self._ranks = unit, num_replicas
             self._gaps.clear()
-        gaps = self._gaps_of(plan, epoch, here.cycle)
-        if isinstance(plan, SampleEpochPlan):
-            return replace(plan, gaps=gaps) if gaps else plan
-        # Steps that begin in a gap.
-        steps = Gaps.of(-(-np.maximum(gaps.pairs - here.consumed, 0) // unit))
-        return SkippingPlan(plan, steps) if steps else plan
+        return plan_without(plan, self._gaps_of(plan, epoch, here.cycle), here.consumed)
 
     def skipped_before(self, progress: Progress) -> int:
         """What is left out of an epoch that was planned before a progress in it, in the unit of ``consumed``."""
@@ -248,10 +229,21 @@ class Skipping:
         return before | (ranges | samples).within(begun, UNKNOWN)
 
 
-def unit_of(plan: Any) -> int:
-    """What a full step of all ranks adds to ``Progress.consumed``."""
-    rule = getattr(plan, "rule", None)
-    return rule.full if isinstance(rule, StepRule) else 1
+def check_saved(saved: Any, progress: Progress) -> None:
+    """Refuse what a state says of what was left out, if that cannot be.
+
+    Raises:
+        DamagedStateError: With the path of the very part.
+    """
+    check_shape(saved, SHAPE, "skip")
+    for number, one in enumerate(saved["ranges"]):
+        _, first, stop, begin, end = one
+        refuse_unless(
+            first < stop and begin < end, one, "a range that ends behind its beginning", f"skip.ranges[{number}]"
+        )
+    refuse_unless(
+        saved["skipped"] <= progress.consumed, saved["skipped"], f"at most {progress.consumed}", "skip.skipped"
+    )
 
 
 def _samples_of(skip: Skip) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleEpochPlan
-from lightning_stateful.core.skip import Skip
+from lightning_stateful.core.skip import Skip, unit_of
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -24,7 +24,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.samplers.skipping import SHAPE, Skipping, unit_of
+from lightning_stateful.samplers.skipping import Skipping, check_saved
 from lightning_stateful.shapes import DAMAGED, check_shape
 
 T = TypeVar("T")
@@ -333,7 +333,8 @@ class Tracker:
             # An order of the user's may say nothing of its details.
             if (shape := getattr(self.order, "details_shape", None)) is not None:
                 check_shape(progress.details, {**shape, **self.more_details}, "progress")
-            check_shape(state.get("skip", {}), SHAPE if "skip" in state else {}, "skip")
+            if "skip" in state:
+                check_saved(state["skip"], progress)
             accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
             if accepted:
                 progress = self.order.convert(progress, state["config"])
