@@ -43,9 +43,9 @@ class Either(tuple[Any, ...]):
         return super().__new__(cls, shapes)
 
 
-# In a state, what skip= leaves out: of the run that wrote it the ranks, what a step of them adds to the progress, and what
-# it had left out of the epoch it was in; of each range its epoch, its batches as they were given, and where it begins
-# and ends in that unit; and what is left out by index.
+# In a state, what skip= leaves out: of the run that wrote it the ranks, what a step of them adds to the progress, and
+# what it had left out of the epoch it was in; of each range its epoch, its batches as they were given, and where it
+# begins and ends in that unit; and what is left out by index.
 SKIP = {
     "ranks": RANKS,
     "unit": range(1, COUNT.stop),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers, sources, texts
 from support.ddp_runs import Link, assert_chains, chain_of, over_all
 from support.ledger import Asks, Numbers, batches, samples, trained
+from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import (
     Moment,
@@ -57,7 +59,11 @@ def ways(name: str, skip: Any) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
     return lambda: make(skip=skip), run, {}
 
 
-@pytest.mark.parametrize("name", MAKE)
+# What others stand for: each kind of plan is in tests/core/test_skip.py.
+SLOW = ("workers", "a stream in workers", "mixture", "buckets", "a stream of known epochs")
+
+
+@pytest.mark.parametrize("name", thinned(MAKE, SLOW))
 def test_batches_are_left_out_of_whatever_data_and_a_resume_goes_on_from_every_moment(
     name: str, tmp_path: Path
 ) -> None:
@@ -206,41 +212,43 @@ ON_RANKS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-def on_two_ranks(folder: Path, name: str) -> dict[str, Any]:
-    make, skip = ON_RANKS[name]
-    whole = chain_of(make, folder / "whole", [], max_epochs=1)
+def on_two_ranks(folder: Path) -> dict[str, Any]:
     stops: list[Moment] = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 0)]
-    return {"whole": whole, "parts": chain_of(lambda: make(skip=skip), folder, stops, max_epochs=1)}
+    found = {}
+    for name, (make, skip) in ON_RANKS.items():
+        whole = [] if name == "samples" else chain_of(make, folder / "whole", [], max_epochs=1)
+        found[name] = whole, chain_of(partial(make, skip=skip), folder / name, stops, max_epochs=1)
+    return found
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks_leave_the_same_steps_out_and_stay_in_step(ranks: Ranks, name: str) -> None:
-    found = ranks.of(on_two_ranks, name)
-    chains: list[list[Link]] = [of_rank["parts"] for of_rank in found]
+    found = [of_rank[name] for of_rank in ranks.of(on_two_ranks)]
+    chains: list[list[Link]] = [parts for _, parts in found]
     runs = assert_chains(chains)
     if name == "samples":
         return
     left_out = ON_RANKS[name][1][0]
-    for of_rank, run in zip(found, runs, strict=True):
-        assert batches(run["ledger"]) == without(batches(of_rank["whole"][0][0]["ledger"]), left_out)
+    for (whole, _), run in zip(found, runs, strict=True):
+        assert batches(run["ledger"]) == without(batches(whole[0][0]["ledger"]), left_out)
 
 
 def test_one_rank_goes_on_with_the_same_samples_left_out(ranks: Ranks) -> None:
     make, skip = ON_RANKS["samples"]
-    parts = [of_rank["parts"] for of_rank in ranks.of(on_two_ranks, "samples")]
+    parts = [of_rank["samples"][1] for of_rank in ranks.of(on_two_ranks)]
     everything = over_all([of_rank[0][0] for of_rank in parts])
     # Steps 2 and 3 have four samples each.
     assert len(everything) in (13, 14)
     assert 5 not in everything
-    path = ranks.folder_of(on_two_ranks, "samples") / "0" / "0.ckpt"
+    path = ranks.folder_of(on_two_ranks) / "samples" / "0" / "0.ckpt"
     rest = train(lambda: make(skip=skip), ckpt_path=path, max_epochs=1)
     before = [index for of_rank in parts for event in of_rank[0][1] if event[0] == "train" for index in event[4]]
     assert sorted(before + samples(rest.ledger)) == everything
 
 
 def test_on_other_ranks_steps_of_a_mixture_hold_other_samples_which_is_warned_of(ranks: Ranks) -> None:
-    ranks.of(on_two_ranks, "mixture")
+    ranks.of(on_two_ranks)
     make, skip = ON_RANKS["mixture"]
-    path = ranks.folder_of(on_two_ranks, "mixture") / "0" / "0.ckpt"
+    path = ranks.folder_of(on_two_ranks) / "mixture" / "0" / "0.ckpt"
     with pytest.warns(StatefulWarning, match="counts batches 2 to 3 of epoch 0, .* in steps of 2 ranks"):
         train(lambda: make(skip=skip), ckpt_path=path, max_epochs=1)
