@@ -228,11 +228,13 @@ class SkippingPlan:
 
     Attributes:
         plan: The plan with all steps.
-        gaps: Numbers of the steps that are left out.
+        steps: Numbers of the steps that are left out.
+        skipped: Steps that were left out of the epoch before the plan begins.
     """
 
     plan: EpochPlan
-    gaps: Gaps
+    steps: Gaps
+    skipped: int = 0
 
     @property
     def epoch(self) -> int:
@@ -243,11 +245,11 @@ class SkippingPlan:
     def num_steps(self) -> int:
         """Steps to the end of the epoch that are not left out; UNKNOWN as in the plan with all of them."""
         whole = self.plan.num_steps
-        return UNKNOWN if whole >= UNKNOWN else whole - self.gaps.before(whole)
+        return UNKNOWN if whole >= UNKNOWN else whole - self.steps.before(whole)
 
     def step_of(self, kept: int) -> int:
         """The number of the ``kept``-th step that is not left out, among all steps."""
-        return int(self.gaps.positions(np.int64(kept)))
+        return int(self.steps.positions(np.int64(kept)))
 
     def all_before(self, kept: int) -> int:
         """Steps of the plan with all steps that are over after so many that are not left out.
@@ -269,7 +271,7 @@ class SkippingPlan:
         """
         remaining, at, kept = iter(batches), self.all_before(first_step), first_step
         for batch in remaining:
-            is_left_out, at = bool(self.gaps.before(at + 1) - self.gaps.before(at)), at + 1
+            is_left_out, at = bool(self.steps.before(at + 1) - self.steps.before(at)), at + 1
             if is_left_out:
                 continue
             kept += 1
@@ -287,9 +289,9 @@ class SkippingPlan:
         return self.plan.progress_after(self.all_before(steps))
 
     def report_after(self, steps: int) -> dict[str, Any]:
-        """What the plan with all steps reports, and the steps that were left out."""
+        """What the plan with all steps reports, and how many of these were left out of the epoch."""
         over = self.all_before(steps)
-        return {**self.plan.report_after(over), "skipped": self.gaps.before(over)}
+        return {**self.plan.report_after(over), "skipped": self.skipped + self.steps.before(over)}
 
     def repeats(self) -> str:
         """Say what the plan with all steps says."""
@@ -297,7 +299,7 @@ class SkippingPlan:
 
     def num_left_out(self, step: int) -> int:
         """Steps left out between the step before ``step`` and the end of that, at the last one to the epoch's end."""
-        return self.gaps.before(self.all_before(step + 1)) - self.gaps.before(self.all_before(step))
+        return self.steps.before(self.all_before(step + 1)) - self.steps.before(self.all_before(step))
 
 
 def unit_of(plan: Any) -> int:
@@ -318,7 +320,8 @@ def plan_without(plan: Any, gaps: Gaps, consumed: int) -> Any:
         return replace(plan, gaps=gaps) if gaps else plan
     # Steps that begin in a gap.
     steps = Gaps.of(-(-np.maximum(gaps.pairs - consumed, 0) // unit_of(plan)))
-    return SkippingPlan(plan, steps) if steps else plan
+    skipped = gaps.before(consumed) // unit_of(plan)
+    return SkippingPlan(plan, steps, skipped) if steps or skipped else plan
 
 
 def left_out_at(plan: Any, step: int) -> Any:

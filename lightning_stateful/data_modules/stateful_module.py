@@ -87,8 +87,8 @@ class StatefulDataModule(pl.LightningDataModule):
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass.
-        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
-            batches of like lengths.
+        log_data: Whenever the trainer logs, log position, samples, tokens, the share of every source, and padding, as
+            ``data/samples`` and so on; docs/logs.md has all names.
         check_content: As in :class:`StatefulDataCallback`: compare a batch of a checkpoint with what a resume reads in
             its place.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served

@@ -76,8 +76,8 @@ class StatefulDataCallback(pl.Callback):
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
-        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
-            ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
+        log_data: Whenever the trainer logs, log position, samples, tokens, the share of every source, and padding, as
+            ``data/samples`` and so on; docs/logs.md has all names.
         check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
             again on a resume, to refuse data that are others than before.
         ledger: A folder to which each rank writes what it trains on: of data with an index the indices. Read it with
