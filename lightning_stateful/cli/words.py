@@ -248,7 +248,7 @@ def _skipped(skip: Mapping[str, Any]) -> Iterator[str]:
         yield f"{batches} of epoch {one['epoch']}"
     samples = skip["samples"] or {}
     if "count" in samples:
-        yield f"{samples['count']:,} samples by their index"
+        yield f"{samples['count']:,} sample{'s' * (samples['count'] != 1)} by index"
     if "function" in samples:
         yield f"the samples that {samples['function']} names"
 

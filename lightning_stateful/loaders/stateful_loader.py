@@ -373,7 +373,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if self._is_compared or self.tracker.num_replicas is not None:
             return
         self._is_compared = True
-        mine = self.tracker.state_dict(Progress())
+        mine, skip = self.tracker.state_dict(Progress()), self._skip_of_ranks()
+        mine["config"] |= skip
         states = exchanged(f"the data of {type(self.dataset).__qualname__} {self.path}".rstrip(), mine) or []
         found = [differences(state, mine, accept=self.accept, fingerprints=False) for state in states]
         if differing := next(filter(None, found), []):

@@ -160,6 +160,10 @@ class Skipping:
                 stacklevel=5,
             )
 
+    def described(self) -> dict[str, Any]:
+        """What is to be left out as plain data, the same on all ranks."""
+        return {"ranges": [list(given) for given in self.skip.ranges], **_samples_of(self.skip)}
+
     def notes(self) -> list[str]:
         """Sentences on what is left out from here on, and on what was trained on before it was to be left out."""
         at, said, late = self._begun, [], []
@@ -258,6 +262,6 @@ def _samples_of(skip: Skip) -> dict[str, Any]:
 
 def _in_words(samples: Mapping[str, Any]) -> str:
     """The description of samples in words."""
-    said = [f"{samples['count']:,} samples by their index"] if "count" in samples else []
+    said = [f"{samples['count']:,} sample{'s' * (samples['count'] != 1)} by index"] if "count" in samples else []
     said += [f"the samples that {samples['function']} names"] if "function" in samples else []
     return " and ".join(said)

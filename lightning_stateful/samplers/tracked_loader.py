@@ -85,7 +85,11 @@ class TrackedLoader(Tracked):
         config = dict(self.tracker.config)
         if isinstance(sources := config.get("sources"), Mapping):
             config["order of sources"] = list(sources)
-        return config
+        return config | self._skip_of_ranks()
+
+    def _skip_of_ranks(self) -> dict[str, Any]:
+        """The argument ``skip`` as ranks compare it."""
+        return {} if self.tracker.skipping is None else {"skip": self.tracker.skipping.described()}
 
     def remedy_for_steps(self, num_steps: int) -> str:
         """The way to give epochs as many steps, in words."""

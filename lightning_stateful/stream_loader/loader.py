@@ -134,7 +134,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # By another name, because a difference between ranks' shards is not to be accepted.
         config, order_of_sources = dict(self.tracker.config), list(self.tracker.config.get("sources") or ())
         config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
-        return {**config, "order of sources": order_of_sources}
+        return {**config, "order of sources": order_of_sources, **self._skip_of_ranks()}
 
     @property
     def most_tokens_a_step(self) -> int:

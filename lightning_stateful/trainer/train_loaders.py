@@ -44,7 +44,7 @@ from lightning_stateful.trainer.loader_proxy import (
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.trainer.run_notes import say_what_is_exact, say_what_is_skipped
+from lightning_stateful.trainer.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
@@ -327,10 +327,7 @@ class TrainLoaders:
         steps = self.num_batches(epoch)
         for path, loader in self.combined.loaders.items():
             if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
-                rank_zero_info(
-                    f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
-                    "epoch goes on there; Lightning alone begins its data anew."
-                )
+                say_cut(loader, name_of("training", path), steps)
             loader.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers, sources, texts
 from support.ddp_runs import Link, assert_chains, chain_of, over_all
+from support.ddp_runs import run as train_on_ranks
 from support.ledger import Asks, Numbers, batches, samples, trained
 from support.quick import thinned
 from support.ranks import Ranks
@@ -31,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.audit import read_ledger
+from lightning_stateful.cli import main
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 
 SKIP = {1: range(3, 6), 2: range(10, 11)}
@@ -168,6 +171,30 @@ def test_the_ledger_counts_what_is_left_out_over_resumes(tmp_path: Path) -> None
     assert "16 items, 16 of 22 distinct, 6 left out by skip=" in str(ledger)
 
 
+def test_the_state_and_a_line_of_inspect_say_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.ckpt"
+    stopped(path, lambda: numbers_module(skip=[(0, range(2, 4)), (1, range(9, 10)), {5}]), batch=5)
+    assert main(["inspect", str(path)]) == 0
+    found = capsys.readouterr().out
+    batches_and_samples = "batches 2 to 3 of epoch 0, batch 9 of epoch 1, 1 sample by index"
+    assert f"skip= leaves out {batches_and_samples}; " in found
+    assert "epoch 0: trained on 12 of 22 samples (55%)" in found
+    assert main(["plan", str(path), "--devices", "1"]) == 0
+    assert "Samples that skip= leaves out by their index are counted" in "".join(capsys.readouterr())
+    saved = torch.load(path, weights_only=True)
+    both = [saved["callbacks"]["StatefulDataCallback"], saved["StatefulDataModule"]["lightning_stateful"]]
+    assert len(json.dumps(both[1])) < 500
+
+
+def test_loaders_that_are_built_anew_in_each_epoch_leave_out_the_same() -> None:
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    whole, found = train(**options), train(lambda: numbers_module(skip=SKIP), **options)
+    for epoch in range(3):
+        assert batches(found.ledger, epoch) == without(batches(whole.ledger, epoch), SKIP.get(epoch, ()))
+
+
 def two_loaders(mode: str, length: int) -> CombinedLoader:
     loaders = {"a": DataLoader(Numbers(22), batch_size=2), "b": DataLoader(Numbers(length, first=50), batch_size=2)}
     return CombinedLoader(loaders, mode)
@@ -180,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a function on a stream": (lambda: stream_module(chunks()), lambda indices: indices > 3, "have no index"),
     "samples of two loaders": (lambda: two_loaders("min_size", 22), {3}, "there are 2 loaders"),
     "a loader that starts over": (lambda: two_loaders("max_size_cycle", 8), {0: range(3)}, r"\[4, 11\] batches"),
+    "a stream that a limit cuts": (lambda: stream_module(chunks(), val=None), {0: range(1)}, "Say .* steps_per_epoch"),
     "a number": (numbers_module, 3, "ranges of batches by epoch"),
 }
 
@@ -188,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
 def test_what_cannot_be_left_out_exactly_is_refused_before_the_first_step(case: str) -> None:
     make, skip, said = REFUSED[case]
     with pytest.raises(ConfigurationError, match=said):
-        train(make, callbacks=[StatefulDataCallback(skip=skip)])
+        train(make, callbacks=[StatefulDataCallback(skip=skip)], limit_train_batches=3 if "limit" in case else 1.0)
 
 
 def test_loaders_side_by_side_leave_the_same_batches_out() -> None:
@@ -231,6 +259,14 @@ def test_ranks_leave_the_same_steps_out_and_stay_in_step(ranks: Ranks, name: str
     left_out = ON_RANKS[name][1][0]
     for (whole, _), run in zip(found, runs, strict=True):
         assert batches(run["ledger"]) == without(batches(whole[0][0]["ledger"]), left_out)
+
+
+def with_skips_of_their_own(folder: Path) -> None:
+    train_on_ranks(lambda: numbers_module(skip={0: range(torch.distributed.get_rank(), 5)}))
+
+
+def test_ranks_that_leave_out_other_batches_are_refused_on_all(ranks: Ranks) -> None:
+    assert all("skip.ranges" in error for error in ranks.errors_of(with_skips_of_their_own))
 
 
 def test_one_rank_goes_on_with_the_same_samples_left_out(ranks: Ranks) -> None:

@@ -267,7 +267,7 @@ def test_a_progress_bar_knows_the_total_of_a_resumed_epoch(tmp_path: Path, capsy
     assert "4/?" not in shown
     # It begins where the run goes on.
     total = trainer.num_training_batches
-    assert [number for number in range(1, total + 1) if re.search(rf"\b{number}/{total}\b", shown)][0] >= 3
+    assert next(number for number in range(1, total + 1) if re.search(rf"\b{number}/{total}\b", shown)) >= 3
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
