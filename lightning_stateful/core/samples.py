@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_stateful.core.checks import as_int, check_length
 from lightning_stateful.core.order import Progress, say_repeats, seeded_at
-from lightning_stateful.core.permutation import Indices, keyed_permutation
+from lightning_stateful.core.permutation import Indices, KeyedPermutation, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.skip import Gaps, Skip
 from lightning_stateful.core.steps import StepRule
@@ -87,6 +87,10 @@ class SequentialOrder:
         """The offsets themselves."""
         return offsets
 
+    def find(self, indices: Indices, epoch: int, cycle: int) -> Indices:
+        """The offsets of samples, which are their indices."""
+        return indices
+
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
         return {"shuffle": False}
@@ -114,7 +118,14 @@ class ShuffledOrder:
 
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The samples at ``offsets``."""
-        return keyed_permutation(self.length, derive_seed("shuffled", self.seed, epoch, cycle)).take(offsets)
+        return self._permutation(epoch, cycle).take(offsets)
+
+    def find(self, indices: Indices, epoch: int, cycle: int) -> Indices:
+        """The offsets of samples."""
+        return self._permutation(epoch, cycle).find(indices)
+
+    def _permutation(self, epoch: int, cycle: int) -> KeyedPermutation:
+        return keyed_permutation(self.length, derive_seed("shuffled", self.seed, epoch, cycle))
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -226,7 +237,14 @@ class SampleBatchOrder:
         return not hasattr(self.samples, "converted")
 
     def gaps(self, skip: Skip, epoch: int, cycle: int) -> Gaps:
-        """Offsets of a pass whose samples are left out by their index; it looks through the whole pass."""
+        """Offsets of a pass whose samples are left out by their index.
+
+        Of a set of indices a plain or shuffled order tells the offsets. Else the whole pass is looked through.
+        """
+        find = getattr(self.samples, "find", None)
+        if find is not None and skip.function is None and skip.indices is not None:
+            chosen = np.sort(find(skip.indices[skip.indices < len(self.samples)], epoch, cycle))
+            return Gaps.of(np.stack([chosen, chosen + 1], axis=1))
         found = [np.zeros(0, np.int64)]
         for start in range(0, len(self.samples), _LOOKED_THROUGH):
             offsets = np.arange(start, min(start + _LOOKED_THROUGH, len(self.samples)), dtype=np.int64)

@@ -241,7 +241,7 @@ ON_RANKS: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    stops: list[Moment] = [("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 0)]
+    stops: list[Moment] = [("on_train_batch_end", 0, 0)]
     found = {}
     for name, (make, skip) in ON_RANKS.items():
         whole = [] if name == "samples" else chain_of(make, folder / "whole", [], max_epochs=1)
