@@ -21,6 +21,7 @@ ChoosesSamples = Callable[[Indices], NDArray[np.bool_]]
 # An epoch, and the numbers of its first batch to leave out and of the one behind the last.
 BatchRange = tuple[int, int, int]
 
+_MOST = 2**40
 _FORMS = (
     "skip takes ranges of batches by epoch, skip={2: range(300, 350)} or skip=[(2, range(300, 350))]; indices of "
     "samples, skip={17, 912}; a function of an array of indices; or a list of these"
@@ -146,6 +147,8 @@ def _as_range(epoch: Any, batches: Any) -> BatchRange:
         raise ConfigurationError(f"{_FORMS}. Of epoch {epoch!r} it has {batches!r}.")
     first, stop = (batches.start, batches.stop) if isinstance(batches, range) else batches
     found = as_int("the epoch of skip", epoch, least=0), as_int("a batch of skip", first, least=0), int(stop)
+    if stop > _MOST or epoch > _MOST:
+        raise ConfigurationError(f"skip has range({first}, {stop}) of epoch {epoch}; numbers go up to 2**40.")
     if stop <= first:
         raise ConfigurationError(f"skip has no batch in range({first}, {stop}) of epoch {epoch}.")
     return found

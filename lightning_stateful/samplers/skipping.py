@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.samples import SampleEpochPlan
 from lightning_stateful.core.skip import BatchRange, Gaps, Skip, name_of_function, plan_without, unit_of
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.shapes import refuse_unless
+from lightning_stateful.shapes import COUNT, refuse_unless
 
 # Passes whose gaps are kept, by their epoch and cycle: finding them may need a look at every sample.
 _KEPT = 4
@@ -65,9 +64,10 @@ class Skipping:
 
     def __init__(self, skip: Skip) -> None:
         self.skip = skip
-        # Of the state that was loaded: its ranges, where the run went on, and what had been left out of the epoch then.
+        # Of the state that was loaded: its ranges, where the run went on (of ranges, how far in the first pass of the
+        # epoch), and what had been left out of the pass then.
         self._saved: dict[BatchRange, Placed] = {}
-        self._begun = Progress()
+        self._begun, self._passed = Progress(), 0
         self._skipped, self._same_samples = 0, True
         # What a step of all ranks adds to ``Progress.consumed``, and the ranks; known once something was planned.
         self._unit = self._ranks = 0
@@ -133,14 +133,14 @@ class Skipping:
         saved = {"ranges": [], "skipped": 0, "ranks": topology[0], "unit": topology[1], **(saved or {})}
         self._saved = {placed.given: placed for placed in (Placed(*one) for one in saved["ranges"])}
         self._ranks, self._unit = topology
-        # Of a later pass within an epoch, all of the first one is over.
-        self._begun = replace(progress, consumed=UNKNOWN) if progress.cycle else progress
-        self._skipped = 0 if progress.cycle else saved["skipped"]
+        # In a later pass within an epoch, all of the first one is over.
+        self._begun, self._passed = progress, UNKNOWN if progress.cycle else progress.consumed
+        self._skipped = saved["skipped"]
         self._same_samples = saved.get("samples", {}) == _samples_of(self.skip)
         self._gaps.clear()
         ahead = [one for one in self._saved.values() if self._is_ahead(one)]
         present = self._placed()
-        dropped = [str(one) for one in ahead if not one.is_within(present, self._begun)]
+        dropped = [str(one) for one in ahead if not one.is_within(present, progress)]
         if "samples" in saved and not self.skip.names_samples:
             dropped.append(_in_words(saved["samples"]))
         if dropped:
@@ -166,20 +166,20 @@ class Skipping:
 
     def notes(self) -> list[str]:
         """Sentences on what is left out from here on, and on what was trained on before it was to be left out."""
-        at, said, late = self._begun, [], []
+        epoch, said, late = self._begun.epoch, [], []
         ahead = [str(one) for one in self._placed() if self._is_ahead(one)]
         if self.skip.names_samples:
             ahead.append(_in_words(_samples_of(self.skip)))
         if ahead:
             said.append(f"skip= leaves out {', '.join(ahead)}.")
         for given in self.skip.ranges:
-            if given in self._saved or given[0] > at.epoch or not (at.epoch or at.consumed):
+            if given in self._saved or given[0] > epoch or not (epoch or self._passed):
                 continue
-            done = -(-at.consumed // self._unit) if given[0] == at.epoch else UNKNOWN
+            done = -(-self._passed // self._unit) if given[0] == epoch else UNKNOWN
             if done > given[1]:
                 late.append(str(Placed(*given[:2], min(given[2], done), 0, 0)))
         if late:
-            said.append(f"Of these, {', '.join(late)} came before the checkpoint, which stays as it is.")
+            said.append(f"{', '.join(late).capitalize()} came before the checkpoint, which stays as it is.")
         return said
 
     @property
@@ -191,23 +191,23 @@ class Skipping:
         return sum(stop - first for epoch, first, stop in self.skip.ranges if epoch == given[0])
 
     def _is_ahead(self, placed: Placed) -> bool:
-        at = self._begun
-        return placed.epoch > at.epoch or (placed.epoch == at.epoch and placed.end > at.consumed)
+        epoch = self._begun.epoch
+        return placed.epoch > epoch or (placed.epoch == epoch and placed.end > self._passed)
 
     def _placed(self) -> list[Placed]:
         """All ranges, those that were left out before among them, in order."""
-        at, found = self._begun, []
+        at, found = self._begun.epoch, []
         for one in self._saved.values():
             if one.given not in self.skip.ranges:
-                if one.epoch > at.epoch:
+                if one.epoch > at:
                     continue
-                one = one._replace(end=min(one.end, at.consumed)) if one.epoch == at.epoch else one
+                one = one._replace(end=min(one.end, self._passed)) if one.epoch == at else one
             found.append(one)
         for epoch, first, stop in self.skip.ranges:
-            if (epoch, first, stop) in self._saved or epoch < at.epoch:
+            if (epoch, first, stop) in self._saved or epoch < at:
                 continue
-            begin = max(first * self._unit, at.consumed if epoch == at.epoch else 0)
-            found.append(Placed(epoch, first, stop, begin, stop * self._unit))
+            begin = max(first * self._unit, self._passed if epoch == at else 0)
+            found.append(Placed(epoch, first, stop, begin, min(stop * self._unit, COUNT.stop - 1)))
         return sorted(one for one in found if one.begin < one.end)
 
     def _gaps_of(self, plan: Any, epoch: int, cycle: int) -> Gaps:

@@ -69,6 +69,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no batch": ({2: range(5, 5)}, "no batch in range"),
     "a batch before the first": ({2: range(-2, 5)}, "a batch of skip must be at least 0"),
     "batches one by one": ({2: [1, 2, 3]}, "Of epoch 2 it has 1"),
+    "beyond any epoch": ({2: range(2**50)}, "numbers go up to"),
     "negative indices": ({-1}, "integers from 0"),
     "names": ({"a"}, "integers from 0"),
     "two functions": ([np.isfinite, np.isnan], "2 functions"),

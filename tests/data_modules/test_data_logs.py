@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import texts
 from support.ledger import Event, LedgerModel, Numbers, batches, ids_of, trained
@@ -165,18 +165,6 @@ def test_the_names_of_each_kind_of_data_are_those_of_the_table(kind: str) -> Non
     table = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
     for name in found:
         assert f"`{name.rsplit('/')[-1]}`" in table or f"/{name.rsplit('/')[-1]}`" in table, name
-
-
-def test_tensorboard_takes_the_names(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    logger: Any = TensorBoardLogger(tmp_path, name="", version="")
-    logger.steps = []
-    train(lambda: numbers_module(log_data=True), logger=logger, max_steps=2)
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
-        str(tmp_path)
-    )
-    events.Reload()
-    assert [event.value for event in events.Scalars("data/samples")] == [2.0, 4.0]
 
 
 # Padding

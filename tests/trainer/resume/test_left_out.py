@@ -98,8 +98,8 @@ def test_a_resume_may_leave_out_what_the_run_did_not_and_says_so(
     found = train(lambda: numbers_module(skip={1: range(3, 6), 2: range(10, 11), 0: range(4)}), ckpt_path=path)
     said = [record.message for record in caplog.records if "skip=" in record.message]
     assert said == [
-        "Training data: skip= leaves out batches 3 to 5 of epoch 1, batch 10 of epoch 2. Of these, batches 0 to 3 of "
-        "epoch 0, batch 3 of epoch 1 came before the checkpoint, which stays as it is."
+        "Training data: skip= leaves out batches 3 to 5 of epoch 1, batch 10 of epoch 2. Batches 0 to 3 of epoch 0, "
+        "batch 3 of epoch 1 came before the checkpoint, which stays as it is."
     ]
     assert batches(before, 1) == batches(whole.ledger, 1)[:4]
     assert batches(found.ledger, 1) == batches(whole.ledger, 1)[6:]
