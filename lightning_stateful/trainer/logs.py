@@ -66,7 +66,12 @@ def _padding_at(combined: CombinedLoaders, epoch: int, step: int) -> dict[str, f
 def _counts(prefix: str, report: Mapping[str, Any]) -> dict[str, float]:
     """Values to log of what a loader has served: samples and tokens of all of its sources, and of each."""
     sources: Mapping[str, Mapping[str, float]] = report.get("sources", {})
-    values = {f"{prefix}/{what}": value for what, value in _numbers(report) if what != "epoch"}
+    is_packed = "documents" in report
+    values = {
+        _name(prefix, "packed" if is_packed and what in _PACKED else "", what): value
+        for what, value in _numbers(report)
+        if what != "epoch"
+    }
     for what in ("samples", "tokens"):
         if sources and all(what in counts for counts in sources.values()):
             values[f"{prefix}/{what}"] = sum(counts[what] for counts in sources.values())
@@ -76,8 +81,5 @@ def _counts(prefix: str, report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(counts: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in a report, those of packed documents under a name of their own."""
-    is_packed = "documents" in counts
-    for what, value in counts.items():
-        if isinstance(value, (int, float)):
-            yield (f"packed/{what}" if is_packed and what in _PACKED else what), value
+    """The numbers in a report."""
+    return ((what, value) for what, value in counts.items() if isinstance(value, (int, float)))
