@@ -152,6 +152,7 @@ class CombinedLoaders:
             before = other.loaders.get(path)
             if before is not None:
                 loader.tracker.take_over_skip(before.tracker)
+                self._lengths.clear()
             if before is None or not loader.order.carries_over or not before.order.carries_over:
                 continue
             if getattr(loader.order, "begun_anew", None) is not getattr(before.order, "begun_anew", None):
@@ -224,6 +225,7 @@ class CombinedLoaders:
         }
         for path, progress in found.items():
             self.loaders[path].tracker.load_skip(saved[path], progress, where=where)
+        self._lengths.clear()
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
         known = [*found.values(), *(Progress.from_dict(part["progress"]) for part in saved.values())]
         epoch = known[0].epoch

@@ -68,7 +68,7 @@ class Skipping:
         # epoch), and what had been left out of the pass then.
         self._saved: dict[BatchRange, Placed] = {}
         self._begun, self._passed = Progress(), 0
-        self._skipped, self._same_samples = 0, True
+        self._skipped, self._same_samples, self._samples_before = 0, True, dict[str, Any]()
         # What a step of all ranks adds to ``Progress.consumed``, and the ranks; known once something was planned.
         self._unit = self._ranks = 0
         self._gaps: dict[tuple[int, int], Gaps] = {}
@@ -136,7 +136,8 @@ class Skipping:
         # In a later pass within an epoch, all of the first one is over.
         self._begun, self._passed = progress, UNKNOWN if progress.cycle else progress.consumed
         self._skipped = saved["skipped"]
-        self._same_samples = saved.get("samples", {}) == _samples_of(self.skip)
+        self._samples_before = saved.get("samples", {})
+        self._same_samples = self._samples_before == _samples_of(self.skip)
         self._gaps.clear()
         ahead = [one for one in self._saved.values() if self._is_ahead(one)]
         present = self._placed()
@@ -178,6 +179,8 @@ class Skipping:
             done = -(-self._passed // self._unit) if given[0] == epoch else UNKNOWN
             if done > given[1]:
                 late.append(str(Placed(*given[:2], min(given[2], done), 0, 0)))
+        if self._samples_before and not self._same_samples:
+            said.append(f"Before the checkpoint it was {_in_words(self._samples_before)}.")
         if late:
             said.append(f"{', '.join(late).capitalize()} came before the checkpoint, which stays as it is.")
         return said

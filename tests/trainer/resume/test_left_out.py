@@ -146,6 +146,22 @@ def test_samples_are_left_out_by_their_index_or_a_function_and_others_take_their
     assert trained(found.ledger)[0][2] == 5
 
 
+def test_other_samples_may_be_left_out_on_a_resume_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, whole = tmp_path / "some.ckpt", train(max_epochs=1)
+    before = stopped(path, lambda: numbers_module(skip={0, 1, 2, 3, 4, 5, 6}), batch=2)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    found = train(lambda: numbers_module(skip=lambda indices: indices > 15), ckpt_path=path, max_epochs=1)
+    said = [record.message for record in caplog.records if "skip=" in record.message]
+    assert said[0].endswith("<lambda> names. Before the checkpoint it was 7 samples by index.")
+    order = samples(whole.ledger)
+    rest = order[order.index(samples(before)[-1]) + 1 :]
+    assert samples(found.ledger) == [index for index in rest if index <= 15]
+    # Three batches were trained on before.
+    assert trained(found.ledger)[0][2] == 3
+
+
 def test_a_schedule_is_planned_by_the_same_number_of_steps_whatever_is_left_out(tmp_path: Path) -> None:
     models = [seeded(Asks) for _ in range(3)]
     path = tmp_path / "some.ckpt"
