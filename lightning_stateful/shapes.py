@@ -43,6 +43,20 @@ class Either(tuple[Any, ...]):
         return super().__new__(cls, shapes)
 
 
+# In a state, what skip= leaves out: of the run that wrote it the ranks, what a step of them adds to the progress, and
+# what it had left out of the epoch it was in; of each range its epoch, its batches as they were given, and where it
+# begins and ends in that unit; and what is left out by index.
+SKIP = {
+    "ranks": RANKS,
+    "unit": range(1, COUNT.stop),
+    "skipped": COUNT,
+    "ranges": [(EPOCH, COUNT, COUNT, COUNT, COUNT)],
+    "samples?": Either(
+        {"count": COUNT, "digest": str}, {"function": str}, {"count": COUNT, "digest": str, "function": str}
+    ),
+}
+
+
 def check_shape(value: Any, shape: Any, path: str) -> None:
     """Refuse data of another shape.
 

@@ -11,8 +11,9 @@ and several loaders' one envelope a loader, by the path of the loader in the use
      "checksum": "81b0f3aa"}
 
 ``config`` is compared on load and never applied. Where something of it has changed in training, an envelope also holds
-``"changed"``: values by name, with dots, as they were when the state was taken. A resume may begin with either. The
-checksum covers everything else in the envelope, so that a damaged state is refused without a look at every value.
+``"changed"``: values by name, with dots, as they were when the state was taken. A resume may begin with either. Where
+batches or samples are left out, ``"skip"`` says which (``samplers/skipping.py``). The checksum covers everything else,
+so that a damaged state is refused without a look at every value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from lightning_stateful.shapes import DAMAGED, refuse_vast
+from lightning_stateful.shapes import DAMAGED, SKIP, Either, check_shape, refuse_vast
 
 VERSION = 1
 COMBINED = "combined"
@@ -91,9 +92,9 @@ def pack(
     order_version: int,
     config: Mapping[str, Any],
     progress: Mapping[str, Any],
-    changed: Mapping[str, Any] | None = None,
+    **more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Put one loader's state into a fresh envelope; ``changed`` holds what is no longer as in its configuration."""
+    """Put one loader's state into a fresh envelope; ``changed`` and ``skip`` only where there is something in them."""
     return sealed(
         {
             "version": VERSION,
@@ -101,7 +102,7 @@ def pack(
             "order_version": order_version,
             "config": copy_plain(config, "config"),
             "progress": copy_plain(progress, "progress"),
-            **({"changed": copy_plain(changed, "changed")} if changed else {}),
+            **{name: copy_plain(part, name) for name, part in more.items() if part},
         }
     )
 
@@ -145,12 +146,13 @@ def check(state: Any, *, where: str = "the state") -> None:
     if state.get("kind") == COMBINED:
         wanted["loaders"] = dict
     else:
-        wanted.update(order_version=int, progress=dict, **({"changed": dict} if "changed" in state else {}))
+        wanted.update(order_version=int, progress=dict, **{name: dict for name in ("changed", "skip") if name in state})
     for key, kind in wanted.items():
         if type(state.get(key)) is not kind:
             found = repr(state[key]) if key in state else "nothing"
             raise DamagedStateError(f"{where} must hold a {kind.__name__} under {key!r}, got {found}.{DAMAGED}")
     try:
+        check_shape(state.get("skip"), Either(None, SKIP), "skip")
         contents = _checksum(copy_plain(state, where))
     except StateError as error:
         raise DamagedStateError(f"{error}{DAMAGED}") from None
@@ -227,11 +229,9 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
     changed = [
         one.path
         for one in accepted
-        if not is_accepted((one.path,), harmless)
+        if not is_accepted((one.path,), (*harmless, *_HARMLESS))
         and not ("sources that come or go" in harmless and one.is_source_that_comes_or_goes)
-        and not is_accepted((one.path,), _HARMLESS)
-        # A sampler's own state says nothing of the dataset.
-        and not (one.path == "dataset" and MISSING in (one.saved, one.present))
+        and not (one.path == "dataset" and MISSING in (one.saved, one.present))  # in a state of a sampler alone
     ]
     if changed:
         warnings.warn(
@@ -440,9 +440,7 @@ def _packed_once(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str,
                 config["dataset"] = {name: own[name] for name in own if name not in ("packed", "length")}
             if isinstance(parts := config.get("sources"), Mapping) and before["packing"] != now["packing"]:
                 # Of a source that is packed otherwise the digest alone, without its number of sequences.
-                config["sources"] = {
-                    name: of.split(" ")[-1] if isinstance(of, str) else of for name, of in parts.items()
-                }
+                config["sources"] = {name: str(of).split(" ")[-1] for name, of in parts.items()}
     return before, now
 
 

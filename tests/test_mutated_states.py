@@ -101,6 +101,9 @@ def patched(dataset: Any, **options: Any) -> Any:
 WHOLE = Packing(24, how="whole")
 MAKERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: StatefulLoader(DATA, batch_size=4, shuffle=True, seed=1),
+    "batches and samples left out": lambda: StatefulLoader(
+        DATA, batch_size=4, shuffle=True, seed=1, skip=[(0, range(1, 3)), (0, range(6, 8)), (1, range(2)), {3, 5}]
+    ),
     "mixture": two(weights={"a": 1, "b": 2}),
     "mixture of steps": two(weights={"a": 1, "b": 2}, num_steps=4),
     "round robin": two(kind=RoundRobinDataModule),

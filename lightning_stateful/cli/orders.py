@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from lightning_stateful.cli.reading import Checkpoint
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder
+from lightning_stateful.core.skip import Gaps, plan_without
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.sources import Sources
@@ -90,9 +91,18 @@ def rests_from_states(checkpoint: Checkpoint, ranks: int, batch_size: int | None
         progress = Progress.from_dict(state["progress"])
         if order.config().get("batch_size") != state["config"].get("batch_size"):
             progress = order.convert(progress, state["config"])
-        whole = order.plan(progress.epoch, ranks).num_steps
-        rests[path] = RestOfEpoch.of(order.plan(progress.epoch, ranks, progress), whole)
+        whole = _without_skipped(order.plan(progress.epoch, ranks), state, Progress(epoch=progress.epoch))
+        rest = _without_skipped(order.plan(progress.epoch, ranks, progress), state, progress)
+        rests[path] = RestOfEpoch.of(rest, whole.num_steps)
     return rests
+
+
+def _without_skipped(plan: EpochPlan, state: Mapping[str, Any], progress: Progress) -> EpochPlan:
+    """A plan without the batches that its state says were left out, or were to be."""
+    ranges = () if progress.cycle else state.get("skip", {}).get("ranges", ())
+    gaps = Gaps.of((begin, end) for epoch, _, _, begin, end in ranges if epoch == progress.epoch)
+    found: EpochPlan = plan_without(plan, gaps, progress.consumed)
+    return found
 
 
 def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int | None:
@@ -109,7 +119,10 @@ def steps_left(rests: Mapping[str, RestOfEpoch], checkpoint: Checkpoint) -> int 
 
 def notes_on(checkpoint: Checkpoint, batch_size: int | None) -> list[str]:
     """Notes on what a plan does not count: a batch size that a resume refuses, and a limit that has cut epochs."""
-    return [*_refused_batch_sizes(checkpoint, batch_size), *_limits(checkpoint)]
+    notes = [*_refused_batch_sizes(checkpoint, batch_size), *_limits(checkpoint)]
+    if any("samples" in state.get("skip", {}) for state in checkpoint.loaders.values()):
+        notes.append("Samples that skip= leaves out by their index are counted as if they were served.")
+    return notes
 
 
 def _limits(checkpoint: Checkpoint) -> Iterator[str]:
@@ -117,7 +130,8 @@ def _limits(checkpoint: Checkpoint) -> Iterator[str]:
     if not written or state is None or written["steps"] is None:
         return
     order = _order_of(state, written["batch_size"].get(""), "")
-    whole = order.plan(state["progress"]["epoch"], written["ranks"]).num_steps
+    epoch = state["progress"]["epoch"]
+    whole = _without_skipped(order.plan(epoch, written["ranks"]), state, Progress(epoch=epoch)).num_steps
     if written["steps"] < whole:
         taken = f"{written['steps']:,} of the {whole:,} steps of an epoch"
         yield f"The run took {taken} (limit_train_batches), which is not counted here."

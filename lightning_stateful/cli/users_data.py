@@ -26,13 +26,13 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
-from lightning_stateful.loaders.patching import build_patched, is_iterable
+from lightning_stateful.loaders.patching import build_patched, drawn_key, is_iterable
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.trainer.loader_proxy import Structure
-from lightning_stateful.trainer.train_loaders import Settings, drawn_key, name_of
+from lightning_stateful.trainer.train_loaders import Settings, name_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # seed_everything's, which loaders without a seed of their own take.
@@ -115,6 +115,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
             accept=accepted,
             where=name_of("training", path),
         )
+        loaders[path].leave_out(settings.skip)
     if unknown := warning_of_unknown(accepted, [{path: of.tracker.config} for path, of in loaders.items()]):
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")

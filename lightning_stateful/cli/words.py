@@ -113,14 +113,22 @@ def _loader(state: Mapping[str, Any]) -> dict[str, Any]:
     length = dataset.get("length") if isinstance(dataset, Mapping) else None
     counts_samples = kind in _COUNTS_SAMPLES
     unit = "samples" if counts_samples else _UNITS.get(kind, "steps")
+    skip = state.get("skip", {})
     found: dict[str, Any] = {
         "order": order_in_words(kind, config),
         "kind": kind,
         "epoch": progress["epoch"],
-        "consumed": {"count": progress["consumed"], "unit": unit, "of": length if counts_samples else None},
+        "consumed": {
+            "count": progress["consumed"] - skip.get("skipped", 0),
+            "unit": unit,
+            "of": length if counts_samples else None,
+        },
         "settings": dict(leaves(config)),
         "may_change": [what for what, key in _CHANGEABLE if key not in config and kind != "iterable"],
     }
+    if skip:
+        ranges = [{"epoch": epoch, "first": first, "last": stop - 1} for epoch, first, stop, _, _ in skip["ranges"]]
+        found["skip"] = {"skipped": skip["skipped"], "ranges": ranges, "samples": skip.get("samples")}
     if progress["cycle"]:
         found["passes_before_in_epoch"] = progress["cycle"]
     if isinstance(progress.get("served"), Mapping):
@@ -220,6 +228,9 @@ def _loader_lines(loader: Mapping[str, Any]) -> Iterator[str]:
     trained = f"{count:,} of {of:,} {unit} ({count / of:.0%})" if of else f"{count:,} {unit}"
     again = f", after {loader['passes_before_in_epoch']} whole passes" if "passes_before_in_epoch" in loader else ""
     yield f"epoch {loader['epoch']}: trained on {trained}{again}"
+    if skip := loader.get("skip"):
+        done = f"{skip['skipped']:,} {unit} left out of the epoch so far"
+        yield f"skip= leaves out {', '.join(_skipped(skip)) or 'nothing from here on'}; {done}"
     sources = loader.get("sources", {})
     width = max(map(len, sources), default=0)
     if sources:
@@ -228,6 +239,18 @@ def _loader_lines(loader: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {name:{width}}  {of['samples']:>12,} samples, {of['passes']:.3f} passes over its {of['of']:,}"
     if "stream" in loader:
         yield from _stream_lines(loader["stream"])
+
+
+def _skipped(skip: Mapping[str, Any]) -> Iterator[str]:
+    """What a run leaves out, in words."""
+    for one in skip["ranges"]:
+        batches = f"batch {one['first']}" if one["first"] == one["last"] else f"batches {one['first']} to {one['last']}"
+        yield f"{batches} of epoch {one['epoch']}"
+    samples = skip["samples"] or {}
+    if "count" in samples:
+        yield f"{samples['count']:,} sample{'s' * (samples['count'] != 1)} by index"
+    if "function" in samples:
+        yield f"the samples that {samples['function']} names"
 
 
 def _stream_lines(stream: Mapping[str, Any]) -> Iterator[str]:

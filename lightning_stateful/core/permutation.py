@@ -68,6 +68,10 @@ class KeyedPermutation:
             raise IndexError(f"values from {flat.min()} to {flat.max()} lie outside range({self.length})")
         return self._mixer.take(flat.ravel(), 0).reshape(flat.shape) if self._table is None else self._table[flat]
 
+    def find(self, elements: Indices) -> Indices:
+        """The positions of elements: int64 of shape ``(n,)``, each in ``range(length)`` -> the same shape."""
+        return self._mixer.find(elements) if self._table is None else np.argsort(self._table)[elements]
+
 
 @lru_cache(maxsize=64)
 def keyed_permutation(length: int, key: int) -> KeyedPermutation:
@@ -125,6 +129,23 @@ class _Mixer:
             self._mix(again, ranges if isinstance(ranges, int) else ranges[outside])
             words[outside] = again
             outside = outside[again > (lasts if isinstance(ranges, int) else lasts[outside])]
+        return words.astype(np.int64)
+
+    def find(self, elements: Indices) -> Indices:
+        """The offsets of elements of the first range, int64 ``(n,)``: each round is undone, the last one first."""
+        mask, shift, last, multipliers = self._masks[0], self._shifts[0], self._lasts[0], self._multipliers[:, 0]
+        inverses = [self._dtype(pow(int(one), -1, int(mask) + 1)) for one in multipliers]
+        words, left = elements.astype(self._dtype), np.arange(elements.size)
+        while left.size:
+            again = words[left]
+            for key, inverse in zip(self._keys[::-1, 0], inverses[::-1], strict=True):
+                # With a shift of at least half the bits, xor-shift undoes itself.
+                again ^= again >> shift
+                again *= inverse
+                again &= mask
+                again ^= key
+            words[left] = again
+            left = left[again > last]
         return words.astype(np.int64)
 
     def _mix(self, words: NDArray[Any], ranges: Any) -> None:

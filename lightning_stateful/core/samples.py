@@ -11,13 +11,15 @@ import numpy as np
 
 from lightning_stateful.core.checks import as_int, check_length
 from lightning_stateful.core.order import Progress, say_repeats, seeded_at
-from lightning_stateful.core.permutation import Indices, keyed_permutation
+from lightning_stateful.core.permutation import Indices, KeyedPermutation, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.skip import Gaps, Skip
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 
 # Samples that are looked up at a time.
 _CHUNK = 8192
+_LOOKED_THROUGH = 2**18
 
 
 @runtime_checkable
@@ -85,6 +87,10 @@ class SequentialOrder:
         """The offsets themselves."""
         return offsets
 
+    def find(self, indices: Indices, epoch: int, cycle: int) -> Indices:
+        """The offsets of samples, which are their indices."""
+        return indices
+
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
         return {"shuffle": False}
@@ -112,7 +118,14 @@ class ShuffledOrder:
 
     def take(self, offsets: Indices, epoch: int, cycle: int) -> Indices:
         """The samples at ``offsets``."""
-        return keyed_permutation(self.length, derive_seed("shuffled", self.seed, epoch, cycle)).take(offsets)
+        return self._permutation(epoch, cycle).take(offsets)
+
+    def find(self, indices: Indices, epoch: int, cycle: int) -> Indices:
+        """The offsets of samples."""
+        return self._permutation(epoch, cycle).find(indices)
+
+    def _permutation(self, epoch: int, cycle: int) -> KeyedPermutation:
+        return keyed_permutation(self.length, derive_seed("shuffled", self.seed, epoch, cycle))
 
     def config(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -218,6 +231,27 @@ class SampleBatchOrder:
         """The version of the sample order."""
         return self.samples.version
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it gives indices of samples, and not numbers of packed sequences."""
+        return not hasattr(self.samples, "converted")
+
+    def gaps(self, skip: Skip, epoch: int, cycle: int) -> Gaps:
+        """Offsets of a pass whose samples are left out by their index.
+
+        Of a set of indices a plain or shuffled order tells the offsets. Else the whole pass is looked through.
+        """
+        find = getattr(self.samples, "find", None)
+        if find is not None and skip.function is None and skip.indices is not None:
+            chosen = np.sort(find(skip.indices[skip.indices < len(self.samples)], epoch, cycle))
+            return Gaps.of(np.stack([chosen, chosen + 1], axis=1))
+        found = [np.zeros(0, np.int64)]
+        for start in range(0, len(self.samples), _LOOKED_THROUGH):
+            offsets = np.arange(start, min(start + _LOOKED_THROUGH, len(self.samples)), dtype=np.int64)
+            found.append(offsets[skip.leaves_out(self.samples.take(offsets, epoch, cycle))])
+        chosen = np.concatenate(found)
+        return Gaps.of(np.stack([chosen, chosen + 1], axis=1))
+
     def config(self) -> dict[str, Any]:
         """The settings that decide which samples are served, as plain data; the batch size is not among them."""
         return {**self.samples.config(), "drop_last": self.drop_last}
@@ -266,7 +300,8 @@ class SampleEpochPlan:
         rule: Cuts the samples into steps.
         epoch: The epoch.
         cycle: Number of the pass within the epoch.
-        consumed: Samples of the pass that were consumed before this plan begins.
+        consumed: Samples of the pass that were consumed before this plan begins; those left out count.
+        gaps: Offsets of the pass whose samples are left out: the others follow one another, and are cut into steps.
     """
 
     order: SampleBatchOrder
@@ -274,11 +309,14 @@ class SampleEpochPlan:
     epoch: int
     cycle: int
     consumed: int
+    gaps: Gaps | None = None
 
     @cached_property
     def remaining(self) -> int:
         """Samples of the pass that this plan serves, or drops at its end."""
-        return len(self.order.samples) - self.consumed
+        length = len(self.order.samples)
+        left_out = 0 if self.gaps is None else self.gaps.before(length) - self.gaps.before(self.consumed)
+        return length - self.consumed - left_out
 
     @cached_property
     def num_steps(self) -> int:
@@ -314,16 +352,26 @@ class SampleEpochPlan:
         """
         rule, size = self.rule, self.rule.batch_size
         served = rule.served(self.remaining, first_step)
-        begin, left = self.consumed + served, self.remaining - served
+        begin, left = self._first + served, self.remaining - served
         num_alike = rule.num_alike(left)
         own = begin + rank * size + np.arange(size, dtype=np.int64)
         per_chunk = max(_CHUNK // size, 1)
         for start in range(0, num_alike, per_chunk):
             steps = np.arange(start, min(start + per_chunk, num_alike), dtype=np.int64)
-            offsets = (steps * rule.full)[:, None] + own
+            offsets = self._offsets((steps * rule.full)[:, None] + own)
             yield offsets, self._take(offsets)
         for share in rule.last_shares(left, rank):
-            yield (begin + share)[None], self._take(begin + share)[None]
+            offsets = self._offsets(begin + share)
+            yield offsets[None], self._take(offsets)[None]
+
+    @cached_property
+    def _first(self) -> int:
+        """The number of the first sample of this plan among all of the pass that are not left out."""
+        return self.consumed - (0 if self.gaps is None else self.gaps.before(self.consumed))
+
+    def _offsets(self, numbers: Indices) -> Indices:
+        """The offsets in the pass of samples, by their numbers among all that are not left out."""
+        return numbers if self.gaps is None else self.gaps.positions(numbers)
 
     def _take(self, offsets: Indices) -> Indices:
         return self.order.samples.take(offsets.ravel(), self.epoch, self.cycle).reshape(offsets.shape)
@@ -331,12 +379,32 @@ class SampleEpochPlan:
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps."""
         # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
+        return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self._consumed_after(steps))
+
+    def _consumed_after(self, steps: int) -> int:
         served = self.rule.served(self.remaining, steps) if steps else 0
-        return Progress(epoch=self.epoch, cycle=self.cycle, consumed=self.consumed + served)
+        if self.gaps is None or not served:
+            return self.consumed + served
+        if served == self.remaining:
+            return len(self.order.samples)
+        # Behind the last sample: what is left out after it may still be trained on by a run that leaves out less.
+        return int(self.gaps.positions(np.int64(self._first + served - 1))) + 1
 
     def report_after(self, steps: int) -> dict[str, Any]:
-        """Samples served in the epoch, over all ranks."""
-        return {"samples": self.cycle * len(self.order.samples) + self.progress_after(steps).consumed}
+        """Samples served in the epoch, over all ranks, and those left out."""
+        consumed = self._consumed_after(steps)
+        served = self.cycle * len(self.order.samples) + consumed
+        if self.gaps is None:
+            return {"samples": served}
+        left_out = self.gaps.before(consumed)
+        return {"samples": served - left_out, "skipped": left_out}
+
+    def left_out(self, step: int) -> Indices:
+        """The samples left out from the end of the step before ``step`` to its own, at the last to the epoch's end."""
+        first, stop = self._consumed_after(step), self._consumed_after(step + 1)
+        ranges = () if self.gaps is None else self.gaps.within(first, stop).pairs.tolist()
+        offsets = np.concatenate([np.zeros(0, np.int64), *(np.arange(*one, dtype=np.int64) for one in ranges)])
+        return self._take(offsets) if offsets.size else offsets
 
     def repeats(self) -> str:
         """A sentence on what is served twice; empty if nothing is."""

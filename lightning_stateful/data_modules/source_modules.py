@@ -37,7 +37,7 @@ class SourcesDataModule(StatefulDataModule):
         tag: Key under which a batch that is a dict gets the name of its dataset, or, if its samples are of several,
             a list of names, one a sample.
         **options: Any other argument of :class:`StatefulDataModule`; ``log_data`` among them, which logs samples,
-            passes and share of every dataset as ``sources/<name>/samples`` and so on.
+            passes and share of every dataset as ``data/sources/<name>/samples`` and so on.
     """
 
     # Set by subclasses, before they call the constructor.

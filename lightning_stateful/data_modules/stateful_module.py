@@ -87,12 +87,15 @@ class StatefulDataModule(pl.LightningDataModule):
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass.
-        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and the padding of
-            batches of like lengths.
+        log_data: Whenever the trainer logs, log position, samples, tokens, the share of every source, and padding, as
+            ``data/samples`` and so on; docs/logs.md has all names.
         check_content: As in :class:`StatefulDataCallback`: compare a batch of a checkpoint with what a resume reads in
             its place.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
             since it began, over all ranks, separators among them and padding left out; exact over resumes.
+        skip: Batches and samples to leave out of training: ``{2: range(300, 350)}`` for batches 300 to 349 of epoch 2,
+            a set of indices of the dataset, a function of an array of indices, or a list of these. On a resume it may
+            be another.
         **loader_options: Any other option of :class:`torch.utils.data.DataLoader`, for every loader, those of
             evaluation among them. So no sampler: return a loader with it from ``train_dataloader`` of a subclass.
 
@@ -128,6 +131,7 @@ class StatefulDataModule(pl.LightningDataModule):
         log_data: bool = False,
         check_content: bool = True,
         max_tokens_total: int | None = None,
+        skip: Any = None,
         **loader_options: Any,
     ) -> None:
         self._callback: StatefulDataCallback | None = None
@@ -144,6 +148,7 @@ class StatefulDataModule(pl.LightningDataModule):
             log_data=log_data,
             check_content=check_content,
             max_tokens_total=max_tokens_total,
+            skip=skip,
         )
         super().__init__()
         self.batch_size = batch_size
@@ -196,6 +201,7 @@ class StatefulDataModule(pl.LightningDataModule):
                 log_data=theirs.log_data or self._settings.log_data,
                 check_content=theirs.check_content and self._settings.check_content,
                 max_tokens_total=self._settings.max_tokens_total or theirs.max_tokens_total,
+                skip=self._settings.skip or theirs.skip,
             )
 
     def __iter__(self) -> NoReturn:
@@ -214,6 +220,8 @@ class StatefulDataModule(pl.LightningDataModule):
         """
         loaders = self._loaders(self.train, "train")
         self._built = Structure.of(loaders).loaders
+        for loader in self._built.values() if self._running is None and self._settings.skip else ():
+            loader.leave_out(self._settings.skip)
         if self._loaded is not None and self._running is None:
             self._load_into_built(self._loaded)
             # From now on these loaders say where the data stand, and no trainer that it has served before.

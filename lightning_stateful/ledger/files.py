@@ -39,6 +39,8 @@ _COUNTS_OF, _SOURCE = struct.Struct("<BBIIH"), struct.Struct("<HI")
 _UNITS, _MOST_UNITS = 100_000, 2**32 - 1
 # Kinds of items beside the widths of indices, 1 to 8 bytes.
 _TEXTS, _UNKNOWN = 16, 17
+# Added to the kind of items that were left out and not trained on.
+_SKIPPED = 32
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -86,6 +88,7 @@ class Part(NamedTuple):
             names in the header, and how many.
         tokens: Tokens in the batch without padding, where the loader knows lengths.
         padded: The same with padding; 0 where that is not known.
+        skipped: Whether the items were left out since the batch before. Of data without an index, steps of all ranks.
     """
 
     path: str
@@ -96,6 +99,7 @@ class Part(NamedTuple):
     sources: tuple[tuple[int, int], ...] = ()
     tokens: int = 0
     padded: int = 0
+    skipped: bool = False
 
     def listed(self) -> list[Any]:
         """The items as a list; empty where they are not known."""
@@ -151,6 +155,7 @@ class LedgerFile:
         record = bytearray(_BATCH.pack(batch.epoch, batch.batch, len(batch.parts)))
         for part in batch.parts:
             kind, items = _encoded(part.items)
+            kind += _SKIPPED * part.skipped
             record += _PART.pack(self._numbers[part.path], kind, part.epoch, part.cycle, part.number) + items
         if batch.began is not None:
             passed = min(max(round(batch.began * _UNITS) - self._units, 0), _MOST_UNITS)
@@ -267,6 +272,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
         loader, kind, loader_epoch, cycle, count = _PART.unpack_from(record, at)
         at += _PART.size
         items: Items = None
+        skipped, kind = divmod(kind, _SKIPPED)
         if kind == _TEXTS:
             size = int.from_bytes(record[at : at + 4], "little")
             items = tuple(json.loads(record[at + 4 : at + 4 + size]))
@@ -274,7 +280,7 @@ def _decoded(record: bytes, paths: Sequence[str]) -> Batch:
         elif kind != _UNKNOWN:
             items = np.frombuffer(record, f"<u{kind}", count, at).astype(np.uint64)
             at += kind * count
-        parts.append(Part(paths[loader], loader_epoch, items, count, cycle))
+        parts.append(Part(paths[loader], loader_epoch, items, count, cycle, skipped=bool(skipped)))
     passed, waited = _read_sections(record, at, parts)
     return Batch(epoch, number, tuple(parts), passed, waited)
 

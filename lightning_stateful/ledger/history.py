@@ -106,6 +106,7 @@ class Ledger:
         starts: The starts.
         rows: By the path of a loader, and the epoch and cycle of a pass over it, what was trained on: start by start,
             and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch.
+        skipped: The same of what ``skip=`` has left out; without indices, numbers of steps.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Ledger:
     ) -> None:
         self.starts, self._others, self._unreadable = starts, list(others), dict(unreadable or {})
         self.rows: dict[str, dict[Pass, list[Row]]] = {path: {} for path in starts[-1].header.loaders}
+        self.skipped: dict[str, dict[Pass, list[Row]]] = {}
         # Epochs of the Trainer that were left after their last batch.
         self._ended: set[int] = set()
         for number, (start, following) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
@@ -201,6 +203,7 @@ class Ledger:
                 "cycle": at[1],
                 "items": sum(row.number for row in passes[at]),
                 "distinct": len({item for row in passes[at] for item in row.items}),
+                "skipped": sum(row.number for row in self._skipped_in(path, at)),
                 "length": self.starts[-1].header.loaders[path].get("length"),
                 "over": self._is_over(path, at),
             }
@@ -229,6 +232,7 @@ class Ledger:
             lines.append(
                 f"{_pass(row['path'], (row['epoch'], row['cycle']))}, {'over' if row['over'] else 'not over'}: "
                 f"{_of(row['items'], 'item')}, {row['distinct']:,}{of_length} distinct"
+                + (f", {row['skipped']:,} left out by skip=" if row["skipped"] else "")
             )
         lines += [f"{finding.kind}: {finding.text}" for finding in self.findings()]
         return "\n".join([*lines, *self.notes(), *self.verdict()])
@@ -244,7 +248,11 @@ class Ledger:
             self._ended.add(batch.epoch)
         for part in batch.parts:
             row = Row(number, rank, batch.epoch, batch.batch, part.listed(), part.number)
-            self.rows.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
+            found = self.skipped if part.skipped else self.rows
+            found.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
+
+    def _skipped_in(self, path: str, at: Pass) -> list[Row]:
+        return self.skipped.get(path, {}).get(at, [])
 
     def _is_over(self, path: str, at: Pass) -> bool:
         """Whether a later pass has begun, or the Trainer's epoch has ended of which it is a part."""
@@ -279,9 +287,8 @@ class Ledger:
 
     def _never(self, path: str, at: Pass, length: int) -> Iterator[Finding]:
         seen = np.zeros(length, dtype=bool)
-        seen[[item for row in self.rows[path][at] for item in row.items if isinstance(item, int) and item < length]] = (
-            True
-        )
+        rows = [*self.rows[path][at], *self._skipped_in(path, at)]
+        seen[[item for row in rows for item in row.items if isinstance(item, int) and item < length]] = True
         left = np.flatnonzero(~seen).tolist()
         if left:
             numbers = sorted({row.start for row in self.rows[path][at]})

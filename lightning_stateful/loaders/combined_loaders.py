@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
+from lightning_stateful.core.skip import without_gaps
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
@@ -44,6 +45,7 @@ class CombinedLoaders:
             )
         self.mode = mode
         self._cycles = mode == "max_size_cycle" and len(self.loaders) > 1
+        self._refuse_skip()
         # By path: the epoch whose length was asked for latest, and that.
         self._lengths: dict[str, tuple[int, int]] = {}
         # By path: the plan of the epoch that was asked for latest, and of a later pass within it.
@@ -148,6 +150,9 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             loader.begin_in(epoch)
             before = other.loaders.get(path)
+            if before is not None:
+                loader.tracker.take_over_skip(before.tracker)
+                self._lengths.clear()
             if before is None or not loader.order.carries_over or not before.order.carries_over:
                 continue
             if getattr(loader.order, "begun_anew", None) is not getattr(before.order, "begun_anew", None):
@@ -218,6 +223,9 @@ class CombinedLoaders:
             for path, loader in self.loaders.items()
             if path in saved
         }
+        for path, progress in found.items():
+            self.loaders[path].tracker.load_skip(saved[path], progress, where=where)
+        self._lengths.clear()
         # Where all loaders are new, and accepted as such, they begin with the epoch of the old ones.
         known = [*found.values(), *(Progress.from_dict(part["progress"]) for part in saved.values())]
         epoch = known[0].epoch
@@ -231,6 +239,27 @@ class CombinedLoaders:
         of_epoch = min(steps_left) if self.mode == "min_size" else max(steps_left)
         self._resumed_step = max(self.num_batches(epoch) - of_epoch, 0)
         return epoch, self._resumed_step
+
+    def _refuse_skip(self) -> None:
+        """Refuse ranges of batches that would be others of each loader.
+
+        Raises:
+            ConfigurationError: One loader would start over within an epoch, or is a stream beside others.
+        """
+        skips = [of for of in self.loaders.values() if of.tracker.skipping and of.tracker.skipping.skip.ranges]
+        if not skips or len(self.loaders) == 1:
+            return
+        lengths = {without_gaps(loader.plan(0)).num_steps for loader in self.loaders.values()}
+        if self._cycles and len(lengths) > 1:
+            raise ConfigurationError(
+                f"skip leaves out batches by their number in the epoch, and of loaders with {sorted(lengths)} batches "
+                "the shorter ones start over within it. Combine them in the mode 'min_size' or 'max_size'."
+            )
+        if any(loader.order.kind in ("stream", "iterable") for loader in skips):
+            raise ConfigurationError(
+                "skip cannot be honoured for a stream that is read beside other loaders. Leave it out, or read the "
+                "stream alone."
+            )
 
     def _state(self, progress: Mapping[str, Progress]) -> dict[str, Any]:
         """The state of a single loader as it is; of several, their states in one envelope."""
@@ -257,9 +286,11 @@ class CombinedLoaders:
             return plan.num_steps
         if isinstance(plan, OwnPlan) and plan.skipped:
             return UNKNOWN - plan.skipped
-        whole = self.loaders[path].plan(plan.epoch)
+        tracker = self.loaders[path].tracker
+        whole = without_gaps(self.loaders[path].plan(plan.epoch))
         consumed_a_step = (whole.plan if isinstance(whole, OwnPlan) else whole).progress_after(1).consumed
-        return UNKNOWN - progress.consumed // consumed_a_step
+        left_out = 0 if tracker.skipping is None else tracker.skipping.skipped_before(progress)
+        return UNKNOWN - (progress.consumed - left_out) // consumed_a_step
 
     def _plan(self, path: str, epoch: int) -> EpochPlan:
         """The plan of an epoch; of its rest, if a state was loaded within it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +12,25 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.source_datasets import describe_sources, described_with_content
+from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """Settings by which a loader serves its order: arguments of :class:`StatefulLoader` of the same names."""
+
+    seed: int
+    path: str = ""
+    num_replicas: int | None = None
+    rank: int | None = None
+    seed_samples: bool = True
+    accept: tuple[str, ...] = ()
+    exact: bool = False
 
 
 class LoaderDescription(NamedTuple):
@@ -211,3 +226,9 @@ def _is(sampler: object, kind: type) -> bool:
 def is_lightnings(value: object) -> bool:
     """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
     return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes to a dataset and a user's sampler since a configuration was taken."""
+    of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
+    return {**changed_content(dataset, config, lists), **of_sampler}

@@ -144,11 +144,14 @@ class PackedDataset(Dataset[PackedSequence]):
         tokens = sum(self._plan.tokens_of(sequences, epoch) for epoch, sequences in by_epoch.items())
         return tokens, len(indices) * self.packing.sequence_length
 
-    def counts(self, passes: Iterable[tuple[int, int]]) -> dict[str, float]:
+    def counts(
+        self, passes: Iterable[tuple[int, int]], skipped: Iterable[tuple[int, int, int]] = ()
+    ) -> dict[str, float]:
         """Counts of what was served; nothing is read.
 
         Args:
             passes: Pairs of an epoch and a number of sequences, of which the first ones of that epoch were served.
+            skipped: Of an epoch the first sequence that was left out, and the one behind the last.
 
         Returns:
             ``tokens`` of documents; ``documents`` whose last tokens are among these; ``cut``, the share of these that
@@ -162,6 +165,11 @@ class PackedDataset(Dataset[PackedSequence]):
             counts = self._whole[known] if number == len(self) else self._plan.counts(number, known)
             found = Counts(*map(sum, zip(found, counts, strict=True)))
             sequences += number
+        for epoch, *ends in skipped:
+            known = epoch if self.packs_anew else 0
+            first, last = (self._plan.counts(number, known) for number in ends)
+            found = Counts(*(of + before - behind for of, before, behind in zip(found, first, last, strict=True)))
+            sequences -= ends[1] - ends[0]
         return reported(sequences * self.packing.sequence_length, found)
 
     def __getitem__(self, index: int) -> PackedSequence:

@@ -10,31 +10,36 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.description import (
     LoaderDescription,
+    LoaderSettings,
     describe_loader,
     is_lightnings,
     only_cuts,
     without_lightnings,
 )
 from lightning_stateful.loaders.own_iteration import held_loader, warn_of_held_loaders, without_repeats
-from lightning_stateful.loaders.stateful_loader import LoaderSettings, StatefulLoader
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import TrackedLoader, detect_topology
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, is_dealt_out, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
@@ -159,6 +164,7 @@ def patch_dataloader(
     seed_samples: bool = True,
     tail: Tail | None = None,
     accept: Collection[str] = (),
+    skip: Any = None,
 ) -> StatefulLoader | StreamLoader:
     """Make a DataLoader deal its batches out to the ranks and resume exactly, whatever its sampler.
 
@@ -180,16 +186,18 @@ def patch_dataloader(
             ``"split"``.
         accept: Names of differences to let pass when a state is loaded; ``"nondeterministic"`` lets pass a sampler
             that yields something else every time.
+        skip: Batches and samples to leave out, as in :class:`StatefulLoader`.
 
     Returns:
         A loader with ``state_dict``, ``load_state_dict`` and ``set_epoch``.
 
     Raises:
         UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
-        ConfigurationError: It is patched already, with another seed or for other ranks.
+        ConfigurationError: It is patched already, with another seed or for other ranks; or ``skip`` cannot be honoured.
     """
     if isinstance(loader, (StatefulLoader, StreamLoader)):
         _refuse_other_options(loader, seed=seed, num_replicas=num_replicas, rank=rank)
+        loader.leave_out(skip)
         return loader
     if not isinstance(loader, DataLoader):
         # Any other iterable may give anything; that it gives batches is known only within a Trainer.
@@ -203,6 +211,7 @@ def patch_dataloader(
         tail=tail,
         accept=accept,
     )
+    patched.leave_out(skip)
     if unknown := warning_of_unknown(accept, [patched.tracker.config]):
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     return patched
@@ -329,3 +338,19 @@ def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
     if loader.topology.num_replicas == 1:
         return ""
     return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
+
+
+def drawn_key(loader: Any) -> str:
+    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
+    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
+    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Whether a loader has another order in each epoch, as far as its sampler tells."""
+    batches = loader.description.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
+    if isinstance(batches, StatefulBatchSampler):
+        batches = batches.order
+    if isinstance(batches, BatchOrder):
+        return batches != batches.adapted(shuffle=False)
+    return not isinstance(getattr(batches, "sampler", batches), SequentialSampler)

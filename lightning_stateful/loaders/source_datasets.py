@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import ConcatDataset, default_collate
 
+from lightning_stateful.core.skip import whole_plan
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.dataset_content import content_now, content_of, glance
 from lightning_stateful.loaders.packed_dataset import PackedDataset
@@ -222,10 +223,14 @@ def with_packed(report: dict[str, Any], dataset: Any, order: Any, plan: Any, ste
         steps: Steps of the plan that were taken.
     """
     if isinstance(dataset, PackedDataset) and isinstance(getattr(order, "samples", None), SequenceOrder):
-        cycle, rest = divmod(report["samples"], len(dataset))
+        cycle, rest = divmod(report["samples"] + report.get("skipped", 0), len(dataset))
         samples: SequenceOrder = order.samples
         passes = [(samples.pass_of(plan.epoch, number), len(dataset)) for number in range(cycle)]
-        return {**report, **dataset.counts([*passes, (samples.pass_of(plan.epoch, cycle), rest)])}
+        # Ranges of the first pass alone are left out.
+        gaps = () if plan.gaps is None else plan.gaps.within(0, len(dataset) if cycle else rest).pairs.tolist()
+        skipped = [(samples.pass_of(plan.epoch, 0), first, stop) for first, stop in gaps]
+        return {**report, **dataset.counts([*passes, (samples.pass_of(plan.epoch, cycle), rest)], skipped)}
+    plan, steps = whole_plan(plan, steps)
     if not isinstance(dataset, ConcatDataset) or not isinstance(plan, MixtureEpochPlan):
         return report
     # Only of those that are read from pass to pass it is known which sequences were the first.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sized
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,16 +12,18 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
-from lightning_stateful.core.samples import ShuffledOrder
+from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
-from lightning_stateful.loaders.description import LoaderDescription, describe_loader
+from lightning_stateful.loaders.description import LoaderDescription, LoaderSettings, changed_since, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.source_datasets import changed_content, with_packed
+from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.rank_exchange import exchanged
@@ -32,19 +33,6 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A second pass within an epoch has the order of an epoch that no run gets to.
 _PASS_OF_EPOCH = 2**32
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """Settings by which a loader serves its order: arguments of :class:`StatefulLoader` of the same names."""
-
-    seed: int
-    path: str = ""
-    num_replicas: int | None = None
-    rank: int | None = None
-    seed_samples: bool = True
-    accept: tuple[str, ...] = ()
-    exact: bool = False
 
 
 class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
@@ -78,6 +66,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             batch).
         exact: For evaluation: never repeat a sample unless there are fewer samples than ranks.
         accept: Names of differences between a state and the present data to let pass on load: ``"dataset.length"``.
+        skip: Batches to leave out, ``{2: range(300, 350)}``, or samples by their index or a function: see docs/skip.md.
         **options: Any other option of :class:`torch.utils.data.DataLoader`.
 
     State:
@@ -110,6 +99,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         seed_samples: bool = True,
         exact: bool = False,
         accept: Collection[str] = (),
+        skip: Any = None,
         **options: Any,
     ) -> None:
         by_sampler = sampler is not None or batch_sampler is not None
@@ -142,6 +132,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         how: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "accept": accept, "exact": exact}
         settings = LoaderSettings(seed=seed, path=path, seed_samples=seed_samples, **how)
         self.set_up(loader, description, settings)
+        self.leave_out(skip)
 
     def set_up(
         self,
@@ -193,7 +184,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         )
         # The lists of the dataset, as they were seen last.
         self._lists: dict[str, Any] = {}
-        self.tracker.changed = partial(_changed_since, order, dataset, self._lists)
+        self.tracker.changed = partial(changed_since, order, dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -207,6 +198,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # torch guards these against changes.
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
         if isinstance(loader, StatefulLoader):
+            if loader.tracker.skipping is not None and not settings.exact:
+                self.tracker.skipping = loader.tracker.skipping.fresh()
             # What a subclass of StatefulLoader has beside.
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
         self._original: DataLoader[Any] = copied(original)
@@ -222,6 +215,16 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 "order, a resume begins at the next; otherwise it reads the epoch again up to there."
             )
         return " ".join(filter(None, notes))
+
+    def _reason_against_skip(self, skip: Skip) -> str:
+        if self._watch is not None:
+            return "the loader iterates by itself, and only it knows which batches it gives. Leave them out there."
+        if skip.names_samples and not (isinstance(self.order, SampleBatchOrder) and self.order.is_indexed):
+            return (
+                f"batches of the kind {self.order.kind!r} are composed of other samples than single ones of one "
+                "dataset. Leave samples out of the dataset, with torch.utils.data.Subset, or pass ranges of batches."
+            )
+        return ""
 
     @property
     def progress(self) -> Progress:
@@ -258,7 +261,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     def changed(self) -> dict[str, Any]:
         """Changes to the dataset and a user's sampler since the loader was built, as in a state."""
-        return _changed_since(self.order, self.dataset, self._lists, self.tracker.config)
+        return changed_since(self.order, self.dataset, self._lists, self.tracker.config)
 
     @property
     def is_sized(self) -> bool:
@@ -370,7 +373,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if self._is_compared or self.tracker.num_replicas is not None:
             return
         self._is_compared = True
-        mine = self.tracker.state_dict(Progress())
+        mine, skip = self.tracker.state_dict(Progress()), self._skip_of_ranks()
+        mine["config"] |= skip
         states = exchanged(f"the data of {type(self.dataset).__qualname__} {self.path}".rstrip(), mine) or []
         found = [differences(state, mine, accept=self.accept, fingerprints=False) for state in states]
         if differing := next(filter(None, found), []):
@@ -490,9 +494,3 @@ class _ServedIndices(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
-
-
-def _changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to a dataset and a user's sampler since a configuration was taken."""
-    of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
-    return {**changed_content(dataset, config, lists), **of_sampler}

@@ -12,6 +12,8 @@ import torch.distributed
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.samples import SampleEpochPlan
+from lightning_stateful.core.skip import Skip, unit_of
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -22,6 +24,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.samplers.skipping import Skipping, check_saved
 from lightning_stateful.shapes import DAMAGED, check_shape
 
 T = TypeVar("T")
@@ -85,6 +88,8 @@ class Tracker:
         self.accept = format_.accepted_names(accept)
         # Tells what is no longer as in the configuration, by name with dots; None where nothing changes.
         self.changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        # What plans leave out; None for nothing.
+        self.skipping: Skipping | None = None
         # Where the next pass begins.
         self._start = Progress()
         # The pass that began last: its plan (None before the first, and after a seek), the steps it has handed over,
@@ -126,12 +131,44 @@ class Tracker:
         """Plan an epoch, or the rest of it, for the present number of ranks; the tracker stays where it is."""
         ranks = self.topology.num_replicas
         if progress is None:
-            return self.order.plan(epoch, ranks, None)
+            whole: EpochPlan = self.without_skipped(self.order.plan(epoch, ranks, None), epoch, None)
+            return whole
         # To plan the rest of an epoch may take long, and a state that is loaded is planned when it is checked, too.
         known = self._known_plan
         if known is None or known[0] is not progress or known[1:3] != (epoch, ranks):
-            known = self._known_plan = (progress, epoch, ranks, self.order.plan(epoch, ranks, progress))
+            plan = self.without_skipped(self.order.plan(epoch, ranks, progress), epoch, progress)
+            known = self._known_plan = (progress, epoch, ranks, plan)
         return known[3]
+
+    def without_skipped(self, plan: Any, epoch: int, progress: Progress | None) -> Any:
+        """A plan of the order without what is to be left out; that plan itself where this is nothing."""
+        if self.skipping is None:
+            return plan
+        return self.skipping.applied(plan, epoch, progress, self.topology.num_replicas)
+
+    def take_over_skip(self, before: Tracker) -> None:
+        """Leave out what the tracker of a loader did that this one's loader takes the place of."""
+        if before.skipping is not None:
+            self.skipping = self.skipping or Skipping(Skip())
+            self.skipping.take_over(before.skipping)
+
+    def load_skip(self, state: Mapping[str, Any], progress: Progress, *, where: str) -> None:
+        """Leave out from a progress on what is to be left out, and before it what a state says; see :class:`Skipping`.
+
+        Args:
+            state: A checked state.
+            progress: The progress that was read from it.
+            where: A name for the state, with which warnings begin.
+        """
+        saved = state.get("skip")
+        if saved is None and self.skipping is None:
+            return
+        if self.skipping is None:
+            self.skipping = Skipping(Skip())
+        ranks = self.topology.num_replicas
+        plan, self._known_plan = self.order.plan(progress.epoch, ranks), None
+        exact = isinstance(plan, SampleEpochPlan)
+        self.skipping.load(saved, progress, topology=(ranks, unit_of(plan)), exact=exact, where=where)
 
     def current_plan(self) -> EpochPlan:
         """The plan of the latest pass or, before the first one and after a :meth:`seek`, of the next one."""
@@ -245,7 +282,9 @@ class Tracker:
         progress = self.progress if progress is None else progress
         # Before anything was trained on, nothing has changed.
         changed = {} if self.changed is None or progress == Progress() else self.changed(self.config)
-        return format_.pack(self.order.kind, self.order.version, self.config, progress.to_dict(), changed)
+        skip = None if self.skipping is None else self.skipping.to_dict(progress)
+        of_progress = progress.to_dict()
+        return format_.pack(self.order.kind, self.order.version, self.config, of_progress, changed=changed, skip=skip)
 
     def state_after(self, steps: int | None) -> dict[str, Any]:
         """The state after ``steps`` steps of the latest pass; None for those that were handed over."""
@@ -263,7 +302,9 @@ class Tracker:
         """
         format_.check(state_dict, where=where)
         format_.refuse_differences(state_dict, self.state_dict(Progress()), accept=self.accept, where=where)
-        self.seek(self.progress_in(state_dict, where=where))
+        progress = self.progress_in(state_dict, where=where)
+        self.load_skip(state_dict, progress, where=where)
+        self.seek(progress)
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """Read the progress from a checked state whose differences from this configuration have been accepted.
@@ -292,6 +333,8 @@ class Tracker:
             # An order of the user's may say nothing of its details.
             if (shape := getattr(self.order, "details_shape", None)) is not None:
                 check_shape(progress.details, {**shape, **self.more_details}, "progress")
+            if "skip" in state:
+                check_saved(state["skip"], progress)
             accepted = format_.differences(state, self.state_dict(Progress()), fingerprints=False)
             if accepted:
                 progress = self.order.convert(progress, state["config"])
@@ -410,68 +453,3 @@ class Tracked:
         Of a stream: steps, the pass over it, and shards not read to their end or left out.
         """
         return self.tracker.report()
-
-
-class TrackedLoader(Tracked):
-    """Methods that trainers call on every loader; loaders over streams do more than is done here.
-
-    Attributes:
-        own_rank: This rank, if each rank has a loader of its own which is not dealt out; else None.
-    """
-
-    own_rank: int | None = None
-
-    def position_report(self) -> dict[str, Any]:
-        """The epoch, and counts of what it has served; see :meth:`Tracked.position_report`."""
-        plan, steps = self.tracker.position()
-        return {"epoch": plan.epoch, **self.report_of(plan, steps)}
-
-    @property
-    def most_tokens_a_step(self) -> int:
-        """Tokens of packed documents that a step of all ranks may have; 0 where that is not known."""
-        return 0
-
-    def report_of(self, plan: EpochPlan, steps: int) -> dict[str, Any]:
-        """Counts of what the epoch has served after some steps of a plan of this loader."""
-        return plan.report_after(steps)
-
-    @property
-    def goes_on_behind_limit(self) -> bool:
-        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
-        return False
-
-    @property
-    def ended(self) -> tuple[int, int] | None:
-        """The epoch whose end was found latest, and its steps; None where ends are known beforehand."""
-        return None
-
-    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
-        """Serve a trainer.
-
-        Args:
-            label: Tells the loaders of a trainer apart, the same on all ranks.
-            limit: Steps after which epochs end at the latest.
-            lag: So many steps ago may be asked for.
-            repeats: Begin every epoch as the first: to overfit on its batches.
-        """
-
-    def begin_at(self, progress: Progress) -> str:
-        """Go on at a progress of which no state says where the data stood; the name of what begins anew there."""
-        return ""
-
-    def begin_in(self, epoch: int) -> None:
-        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
-
-    def end_at(self, progress: Progress) -> None:
-        """Let the epoch of a progress end there; the next goes on from it."""
-
-    def config_of_ranks(self) -> dict[str, Any]:
-        """The configuration as ranks compare it."""
-        config = dict(self.tracker.config)
-        if isinstance(sources := config.get("sources"), Mapping):
-            config["order of sources"] = list(sources)
-        return config
-
-    def remedy_for_steps(self, num_steps: int) -> str:
-        """The way to give epochs as many steps, in words."""
-        return f"pass num_steps={num_steps}"

@@ -9,9 +9,11 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
-from lightning_stateful.samplers.tracker import TrackedLoader, Tracker, detect_topology
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, StreamSetup, batching_of
 from lightning_stateful.stream_loader.order import StreamOrder
@@ -82,6 +84,8 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if (self.options.num_replicas, self.options.rank) != (None, None):
             changes = {name: value for name, value in changes.items() if name not in ("num_replicas", "rank")}
         made: StreamLoader = type(self)(self._original, replace(self.options, **{"seed": self.seed, **changes}))
+        if self.tracker.skipping is not None and not made.options.exact:
+            made.tracker.skipping = self.tracker.skipping.fresh()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -106,7 +110,15 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
         """Serve a trainer; see :meth:`StreamReader.prepare`."""
+        if self.tracker.skipping is not None:
+            # A trainer that fetches a batch ahead has read over those that are left out, and its limit counts others.
+            limit, lag = None, lag + self.tracker.skipping.longest
         self.order.prepare(label, limit=limit, lag=lag, repeats=repeats)
+
+    def _reason_against_skip(self, skip: Skip) -> str:
+        if skip.names_samples:
+            return f"{self.order.name} is a stream, whose samples have no index. Pass ranges of batches, or filter it."
+        return ""
 
     def begin_at(self, progress: Progress) -> str:
         """Begin a pass at a progress of which no state says where the stream stood; the stream's name."""
@@ -122,7 +134,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # By another name, because a difference between ranks' shards is not to be accepted.
         config, order_of_sources = dict(self.tracker.config), list(self.tracker.config.get("sources") or ())
         config["stream"] = config.pop("dataset", None) or config.pop("sources", None)
-        return {**config, "order of sources": order_of_sources}
+        return {**config, "order of sources": order_of_sources, **self._skip_of_ranks()}
 
     @property
     def most_tokens_a_step(self) -> int:
@@ -152,6 +164,13 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return str(self.order.setup.describe())
 
     def __len__(self) -> int:
+        if self.is_sized and self.tracker.skipping is not None:
+            return int(self.plan(self.tracker.latest_epoch).num_steps)
+        return self._whole_length
+
+    @property
+    def _whole_length(self) -> int:
+        """Batches of an epoch, those left out among them."""
         if self.options.steps_per_epoch is not None:
             return self.options.steps_per_epoch
         if self.is_sized:
@@ -161,7 +180,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return _Batches(self)
 
-    def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan:
+    def plan(self, epoch: int, progress: Progress | None = None) -> StreamEpochPlan | SkippingPlan:
         """The plan of an epoch, or of the rest of it, on the present ranks; the loader stays where it is.
 
         Raises:
@@ -169,8 +188,9 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """
         plan = self.order.plan(epoch, self.topology.num_replicas, progress)
         if self.is_sized:
-            plan.length = len(self)
-        return plan
+            plan.length = self._whole_length
+        found: StreamEpochPlan | SkippingPlan = self.tracker.without_skipped(plan, epoch, progress)
+        return found
 
     def batches(self, plan: Any, first_step: int = 0, *, isolated: bool = True) -> Iterator[Any]:
         """Read the batches of this rank from a step of a plan to the end of the epoch, without moving the loader.
@@ -181,7 +201,11 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
             isolated: Whether the process's generators are put back after a batch that is read in this process; not
                 where they are seeded then anyway.
         """
-        batches: Iterator[Any] = plan.read(first_step)
+        if isinstance(plan, SkippingPlan):
+            of_all: Any = plan.plan
+            batches: Iterator[Any] = plan.kept_of(of_all.read(plan.all_before(first_step)), first_step, drains=True)
+        else:
+            batches = plan.read(first_step)
         # What is seeded in this process draws from the generators that it draws from.
         return _isolated(batches) if isolated and self.order.setup.seeds_process else batches
 

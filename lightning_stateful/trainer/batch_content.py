@@ -10,6 +10,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import EpochPlan, Progress
+from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_batch
 from lightning_stateful.loaders.held_state import HeldState
@@ -70,8 +71,9 @@ class BatchContent:
             at: Its epoch and number, for people.
         """
         self.settings.note_read(path)
-        if path not in self._loaders or step % _NOTED_EVERY:
+        if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
+        plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
         topology = loader.topology
         try:

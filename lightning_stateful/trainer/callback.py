@@ -75,8 +75,8 @@ class StatefulDataCallback(pl.Callback):
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
         accept: Names of differences between a checkpoint and the present data to let pass, for example
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
-        log_data: Whenever the trainer logs, log what has been served of every source of a mixture, and
-            ``padding/share``, ``tokens`` and ``budget_use`` of batches of like lengths.
+        log_data: Whenever the trainer logs, log position, samples, tokens, the share of every source, and padding, as
+            ``data/samples`` and so on; docs/logs.md has all names.
         check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
             again on a resume, to refuse data that are others than before.
         ledger: A folder to which each rank writes what it trains on: of data with an index the indices. Read it with
@@ -85,6 +85,9 @@ class StatefulDataCallback(pl.Callback):
             ``lambda batch: batch["id"]``.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
             since it began, over all ranks, separators among them and padding left out; exact over resumes.
+        skip: Batches and samples to leave out of training: ``{2: range(300, 350)}`` for batches 300 to 349 of epoch 2,
+            a set of indices of the dataset, a function of an array of indices, or a list of these. On a resume it may
+            be another.
 
     State:
         The loop progress that the checkpoint belongs to, and, where no :class:`StatefulDataModule` holds it, the
@@ -112,6 +115,7 @@ class StatefulDataCallback(pl.Callback):
         ledger: str | Path | None = None,
         ledger_key: Callable[[Any], Any] | None = None,
         max_tokens_total: int | None = None,
+        skip: Any = None,
     ) -> None:
         self.settings = Settings(
             seed=seed,
@@ -123,6 +127,7 @@ class StatefulDataCallback(pl.Callback):
             check_content=check_content,
             ledger=LedgerWriter(ledger, ledger_key),
             max_tokens_total=max_tokens_total,
+            skip=skip,
         )
         self._trainer: pl.Trainer | None = None
         self._loaders: TrainLoaders | None = None
@@ -211,13 +216,13 @@ class StatefulDataCallback(pl.Callback):
         error = sys.exc_info()[1]
         if error is not None and isinstance(self._phase, Interrupted) and not self._phase.was_restored:
             raise error
-        progress, module = self._progress(), stateful_module(self._trainer)
+        progress, module, loaders = self._progress(), stateful_module(self._trainer), self._loaders
         self.settings.ledger.save(progress.epoch_and_step)
         averaged = other_callbacks.holds_averages(self._trainer)
         if averaged:
             warn_of_unusable_weights()
-        asked_for = {"tokens": self._tokens.state(self._loaders, progress), "ledger": self.settings.ledger.start}
-        asked_for |= {"content": {}} if self._loaders is None else self._loaders.content.state()
+        asked_for = {"tokens": self._tokens.state(loaders, progress), "ledger": self.settings.ledger.start}
+        asked_for |= loaders.content.state() if loaders else {}
         return {
             "version": VERSION,
             "restored": self._restored(),
@@ -228,14 +233,9 @@ class StatefulDataCallback(pl.Callback):
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
-            "written": self._note_of_run(),
+            "written": note_of_run(self._trainer, loaders.combined) if self._trainer and loaders else {},
             **{name: value for name, value in asked_for.items() if value},
         }
-
-    def _note_of_run(self) -> dict[str, Any]:
-        if self._trainer is None or self._loaders is None:
-            return {}
-        return note_of_run(self._trainer, self._loaders.combined)
 
     def _restored(self) -> bool:
         """Whether Lightning has restored its loops and optimizers, which it does just before training."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _PACKAGES = ("lightning_stateful", "torch", "lightning", "pytorch_lightning")
 class _Fetched:
     """A batch that was fetched and not trained on yet: its parts by the path of their loader, and seconds waited."""
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, list[Part]] = field(default_factory=dict)
     waited: float = 0.0
 
 
@@ -129,7 +130,7 @@ class LedgerWriter:
             )
         rank_zero_info(f"What is trained on is written to {file.parent}.")
 
-    def note(self, path: str, loader: AnyLoader, at: Progress, batch: Any, waited: float) -> None:
+    def note(self, path: str, loader: AnyLoader, at: Progress, batch: Any, waited: float, left_out: Any = None) -> None:
         """Note a batch that a loader is about to hand over.
 
         Args:
@@ -138,6 +139,7 @@ class LedgerWriter:
             at: Progress in the loader's epoch as the pass began.
             batch: The batch.
             waited: Seconds that it took to come.
+            left_out: What skip= has left out since the batch before: indices, or a number of steps.
         """
         if path not in self._counts or self._counts[path].loader is not loader:
             self._counts[path] = BatchCounts(loader)
@@ -150,10 +152,13 @@ class LedgerWriter:
             items, number = (None, 0) if indices is None else as_items(indices)
         # Indices say themselves of which source they are.
         sources = counts.sources(indices) if self._key is not None or indices is None else ()
-        part = Part(path, at.epoch, items, number, at.cycle, sources, *counts.padding(indices))
+        parts = [Part(path, at.epoch, items, number, at.cycle, sources, *counts.padding(indices))]
+        if left_out is not None:
+            skipped = (None, left_out) if isinstance(left_out, int) else as_items(left_out)
+            parts.append(Part(path, at.epoch, *skipped, at.cycle, skipped=True))
         if not self._fetched or path in self._fetched[-1].parts:
             self._fetched.append(_Fetched())
-        self._fetched[-1].parts[path] = part
+        self._fetched[-1].parts[path] = parts
         self._fetched[-1].waited += waited
 
     def _keys_of(self, batch: Any, key: Callable[[Any], Any], indices: Any) -> tuple[Items, int]:
@@ -183,7 +188,7 @@ class LedgerWriter:
         """Training begins on the batch that was fetched first."""
         fetched = self._fetched.popleft() if self._fetched else _Fetched()
         began = time.perf_counter() - self._began_at
-        self._begun = Batch(*at, tuple(fetched.parts.values()), began, fetched.waited)
+        self._begun = Batch(*at, tuple(chain.from_iterable(fetched.parts.values())), began, fetched.waited)
 
     def end_batch(self) -> None:
         """The batch has been trained on."""

@@ -34,7 +34,7 @@ from lightning_stateful.errors import ConfigurationError, InvalidLoaderError
 from lightning_stateful.loaders.batch_reader import FailedBatch
 from lightning_stateful.loaders.combined_loaders import MODES
 from lightning_stateful.loaders.patching import AnyLoader, is_iterable
-from lightning_stateful.samplers.tracker import TrackedLoader
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.lightning import (
     CombinedLoader,
     TrainerFn,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -104,6 +105,32 @@ def say_what_is_exact(
                 "drop_last=True, or tail='drop' for a sampler of yours, leaves incomplete steps out instead."
             )
         rank_zero_info(f"{where}: {' '.join(filter(None, notes))}")
+
+
+def say_cut(loader: AnyLoader, name: str, steps: int) -> None:
+    """Log that a limit cuts the epochs of a stream, and that the next ones go on there.
+
+    Raises:
+        ConfigurationError: Batches of the stream are left out, so that the limit would cut each epoch elsewhere.
+    """
+    if loader.tracker.skipping is not None:
+        raise ConfigurationError(
+            f"skip cannot be honoured here: limit_train_batches cuts epochs of {name} after {steps} steps, and the "
+            "next epoch goes on there. Say how long an epoch is by steps_per_epoch, without limit_train_batches."
+        )
+    rank_zero_info(
+        f"limit_train_batches cuts epochs of {name} after {steps} steps, and the next epoch goes on there; Lightning "
+        "alone begins its data anew."
+    )
+
+
+def say_what_is_skipped(combined: CombinedLoaders) -> None:
+    """Log in one line for each loader what training leaves out."""
+    for path, loader in combined.loaders.items():
+        skipping = loader.tracker.skipping
+        if notes := [] if skipping is None else skipping.notes():
+            where = f"Training data {path!r}" if path else "Training data"
+            rank_zero_info(f"{where}: {' '.join(notes)}")
 
 
 def computed_note(loader: AnyLoader) -> str:

@@ -8,18 +8,23 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, SequentialSampler
 
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan
+from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.own_iteration import held_loader
-from lightning_stateful.loaders.patching import AnyLoader, build_patched, dealt_otherwise, is_patched
+from lightning_stateful.loaders.patching import (
+    AnyLoader,
+    build_patched,
+    dealt_otherwise,
+    drawn_key,
+    is_patched,
+    is_shuffled,
+)
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
-from lightning_stateful.samplers.tracker import TrackedLoader
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
@@ -39,10 +44,9 @@ from lightning_stateful.trainer.loader_proxy import (
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
 from lightning_stateful.trainer.other_callbacks import longest_accumulation
 from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.trainer.run_notes import say_what_is_exact
+from lightning_stateful.trainer.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
-from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
 
@@ -60,6 +64,7 @@ class Settings:
         check_content: Compare a batch now and then with what a resume reads in its place.
         ledger: Writes what is trained on.
         max_tokens_total: Tokens after which training stops.
+        skip: What training leaves out.
     """
 
     seed: int | None = None
@@ -71,8 +76,10 @@ class Settings:
     check_content: bool = True
     ledger: LedgerWriter = field(default_factory=LedgerWriter)
     max_tokens_total: int | None = None
+    skip: Any = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", as_skip(self.skip))
         object.__setattr__(self, "accept", accepted_names(self.accept))
         object.__setattr__(self, "max_tokens_total", checked_limit(self.max_tokens_total))
         if self.seed is not None:
@@ -127,10 +134,12 @@ class TrainLoaders:
         self._trainer = trainer
         self._settings, self.seed, self._ledger = settings, seed_or_default(settings.seed), settings.ledger
         self._notes_content = settings.check_content and trainer.is_global_zero
-        step = trainer.lightning_module.training_step
-        self._step_fetches = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        training_step = trainer.lightning_module.training_step
+        self._step_fetches = is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)
         refuse_no_loaders(trainer, structure)
+        if settings.skip is not None:
+            settings.skip.refuse_several(structure.loaders)
         # By the state of the generators that a loader was given: the path of the first such loader.
         self._drawn_as: dict[str, str] = {}
         self.combined = CombinedLoaders(
@@ -225,6 +234,7 @@ class TrainLoaders:
         """Training begins: from now on the loop's counters say where it is."""
         self._training_began = True
         self.content.settings.note_early_workers()
+        say_what_is_skipped(self.combined)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""
@@ -293,11 +303,12 @@ class TrainLoaders:
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
         key = drawn_key(loader)
-        drawn_as = self._drawn_as.setdefault(key, path) if key else None
-        patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=drawn_as)
+        how = {"drawn_as": self._drawn_as.setdefault(key, path) if key else None}
+        patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
+        patched.leave_out(self._settings.skip)
         held = held_loader(loader)
         loader = getattr(loader, held) if held else loader
-        if overfits(self._trainer) and not isinstance(patched, StreamLoader) and _is_shuffled(loader):
+        if overfits(self._trainer) and not isinstance(patched, StreamLoader) and is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
                 f"{name_of('training', path)} is not shuffled.",
@@ -310,10 +321,7 @@ class TrainLoaders:
         steps = self.num_batches(epoch)
         for path, loader in self.combined.loaders.items():
             if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
-                rank_zero_info(
-                    f"limit_train_batches cuts epochs of {name_of('training', path)} after {steps} steps, and the next "
-                    "epoch goes on there; Lightning alone begins its data anew."
-                )
+                say_cut(loader, name_of("training", path), steps)
             loader.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
@@ -341,11 +349,10 @@ class TrainLoaders:
         if self._ledger.is_on and isinstance(loader, StatefulLoader):
             loader.keep_indices()
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
-        rank = topology_of(self._trainer).rank
         return LoaderProxy(
             loader,
             partial(self._locate, path),
-            partial(self._seed_batch, self.seed, rank),
+            partial(self._seed_batch, self.seed, topology_of(self._trainer).rank),
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfits(self._trainer),
@@ -370,7 +377,9 @@ class TrainLoaders:
             self.content.note(path, plan, step, batch, self._next_step())
         if self._ledger.is_on:
             loader, waited = self.combined.loaders[path], self._proxies[path].waited
-            self._ledger.note(path, loader, plan.progress_after(0), batch, waited)
+            # Of what is left out on all ranks one writes.
+            left_out = None if topology_of(self._trainer).rank else left_out_at(plan, step)
+            self._ledger.note(path, loader, plan.progress_after(0), batch, waited, left_out)
 
     def _note_end(self) -> None:
         # Of several, one may end before the others.
@@ -379,6 +388,9 @@ class TrainLoaders:
 
     def _length(self, path: str) -> int:
         epoch, _ = self._next_step()
+        if not self._training_began:
+            # What a schedule is planned by, estimated_stepping_batches, is the same whatever is left out.
+            return int(without_gaps(self.combined.loaders[path].plan(epoch)).num_steps)
         length = self.combined.length(path, epoch)
         is_last = epoch == self._trainer.max_epochs
         if length != self._said_lengths.setdefault(path, length) and not is_last:
@@ -458,25 +470,10 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
         )
 
 
-def drawn_key(loader: Any) -> str:
-    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
-    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
-    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
-
-
 def length_of(loader: AnyLoader) -> int:
     """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
     plan = loader.plan(0)
     return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
-
-
-def _is_shuffled(loader: Any) -> bool:
-    batches = loader.description.order if isinstance(loader, StatefulLoader) else loader.batch_sampler or loader.sampler
-    if isinstance(batches, StatefulBatchSampler):
-        batches = batches.order
-    if isinstance(batches, BatchOrder):
-        return batches != batches.adapted(shuffle=False)
-    return not isinstance(getattr(batches, "sampler", batches), SequentialSampler)
 
 
 def name_of(stage: str, path: str) -> str:

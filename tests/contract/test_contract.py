@@ -85,6 +85,14 @@ def packed(packing: Packing) -> Make:
     return loader(data, sampler=data.order, batch_size=2, collate_fn=of_tokens)
 
 
+def without_batches(num_replicas: int, rank: int) -> Any:
+    """A loader that leaves the same samples out on any ranks, which have them in other batches."""
+    count = 12 // (2 * num_replicas)
+    skip = {0: range(count, 2 * count), 1: range(count), 2: range(count), 3: range(count, 2 * count)}
+    how: Any = {"num_replicas": num_replicas, "rank": rank}
+    return StatefulLoader(list(range(29)), batch_size=2, shuffle=True, skip=skip, **how)
+
+
 sampler, loader = partial(ranked, StatefulDistributedSampler), partial(ranked, StatefulLoader)
 round_robin, mixture = partial(ranked, RoundRobinBatchSampler, SOURCES), partial(ranked, MixtureBatchSampler, SOURCES)
 buckets, wrapper = partial(ranked, BucketBatchSampler, LENGTHS), partial(ranked, DDPSamplerWrapper)
@@ -110,6 +118,8 @@ OURS: dict[str, Make] = {
     "loader, samples not seeded": loader(DATA, batch_size=3, shuffle=True, seed_samples=False),
     "loader, for evaluation": loader(DATA, exact=True),
     "loader, in shuffled blocks": loader(DATA, sampler=BlockShuffledOrder(11, block_size=3, window=2), batch_size=2),
+    "loader, batches left out": without_batches,
+    "loader, samples left out": loader(DATA, batch_size=2, shuffle=True, skip={3, 4, 9}),
     "loader, RandomSampler with more": loader(DATA, sampler=RandomSampler(DATA, num_samples=25), batch_size=4),
     "loader, BatchSampler": loader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 3, False)),
     "loader, mixture": loader(OF_SOURCES, batch_sampler=MixtureBatchSampler(SOURCES, 4, by="sample")),
@@ -166,6 +176,7 @@ STOPPED_EVERYWHERE = (
     "loader, shuffled",
     "loader, for evaluation",
     "loader, BatchSampler",
+    "loader, batches left out",
     "round robin, cycle",
     "mixture by sample",
     "mixture, steps",
@@ -176,6 +187,7 @@ STOPPED_EVERYWHERE = (
 )
 # What others here stand for: the same sampler behind another face, or the same face over another sampler.
 SLOW = (
+    "loader, batches left out",
     "patched, random",
     "patched, weighted",
     "patched, class balanced",

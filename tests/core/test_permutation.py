@@ -45,6 +45,13 @@ def mix_by_hand(length: int, key: int, position: int) -> int:
             return x
 
 
+@pytest.mark.parametrize("length", [*TABLES, *MIXED, *LARGE])
+def test_an_element_is_found_where_it_is_taken_from(length: int) -> None:
+    positions = some_positions(length) if length > 2 else np.arange(length)
+    permutation = KeyedPermutation(length, 7)
+    assert permutation.find(permutation.take(positions)).tolist() == positions.tolist()
+
+
 def some_positions(length: int) -> np.ndarray:
     ends = [0, 1, 2, length // 2, length - 2, length - 1]
     return np.concatenate([ends, np.random.default_rng(length).integers(0, length, 200)])

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import texts
 from support.ledger import Event, LedgerModel, Numbers, batches, ids_of, trained
-from support.runs import Outcome, SaveAt, seeded, stopped, train, train_alone
+from support.runs import Outcome, SaveAt, numbers_module, seeded, stopped, train, train_alone
 from support.sources import LENGTHS, Beside, mixture, plain_loader, round_robin, source_of
+from support.stream_runs import chunks
+from support.stream_runs import module as stream_module
 from support.texts import Texts, bucketed, padding_of
 from torch.utils.data import DataLoader
 
@@ -107,6 +112,61 @@ def test_a_modules_switch_works_beside_a_callback_of_the_users_own() -> None:
     assert logged(run) == expected(run.ledger)
 
 
+# One scheme of names
+
+CSV = ("epoch", "batch", "fraction", "samples")
+
+
+def in_csv(path: Path) -> list[tuple[float, ...]]:
+    """The position and the samples in the rows of a CSV logger in which the data were logged."""
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("data/batch")]
+    return [tuple(float(row[f"data/{name}"]) for name in CSV) for row in rows]
+
+
+def test_position_samples_and_fraction_are_logged_of_any_data_and_go_on_over_a_resume(tmp_path: Path) -> None:
+    def run(folder: str, **options: Any) -> Any:
+        logger: Any = CSVLogger(tmp_path, name="", version=folder, flush_logs_every_n_steps=1)
+        logger.steps = []
+        return train(lambda: numbers_module(log_data=True), logger=logger, max_epochs=2, **options)
+
+    saver = SaveAt(tmp_path, [("on_train_batch_end", 1, 3)])
+    run("whole", callbacks=[saver])
+    run("resumed", ckpt_path=saver.path(0))
+    whole, resumed = (in_csv(tmp_path / folder / "metrics.csv") for folder in ("whole", "resumed"))
+    every = [(epoch, batch, batch / 11, 2 * batch) for epoch in range(2) for batch in range(1, 12)]
+    assert whole == [pytest.approx(row) for row in every]
+    assert resumed == whole[15:]
+
+
+KINDS: dict[str, tuple[Any, set[str]]] = {
+    "samples": (lambda: numbers_module(log_data=True), {"samples"}),
+    "left out": (lambda: numbers_module(log_data=True, skip={0: range(1)}), {"samples", "skipped"}),
+    "mixture": (
+        lambda: round_robin(log_data=True),
+        {"samples", *(f"sources/{name}/{what}" for name in LENGTHS for what in ("samples", "epochs", "share"))},
+    ),
+    "buckets": (bucketed, {"samples", "padding/share", "padding/tokens", "padding/budget_use"}),
+    "stream": (
+        lambda: stream_module(chunks(), val=None, log_data=True),
+        {"batches", "pass", "shards_left", "shards_skipped", "samples_skipped", "samples_too_long"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_names_of_each_kind_of_data_are_those_of_the_table(kind: str) -> None:
+    make, names = KINDS[kind]
+    make = partial(bucketed, log_data=True) if kind == "buckets" else make
+    run: Any = train(make, max_steps=2, max_epochs=1)
+    _, found = run.trainer.logger.data[-1]
+    fraction = set() if kind == "stream" else {"fraction"}
+    assert set(found) == {"epoch", "batch", *fraction, *names}
+    table = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+    for name in found:
+        assert f"`{name.rsplit('/')[-1]}`" in table or f"/{name.rsplit('/')[-1]}`" in table, name
+
+
 # Padding
 
 
@@ -158,7 +218,7 @@ def test_texts_beside_another_loader_are_logged_under_its_path_and_as_zeros_once
     assert sum(bool(batch) for batch in served) == 24
     for (_, values), batch in zip(padding(run), served, strict=True):
         expected = padding_of("tokens", batch) if batch else dict.fromkeys(padding_of("tokens", served[0]), 0.0)
-        assert {name.replace("/texts", ""): value for name, value in values.items()} == pytest.approx(expected)
+        assert {name.replace("texts/", ""): value for name, value in values.items()} == pytest.approx(expected)
 
 
 # Resumes

@@ -136,16 +136,20 @@ class StepLogger(DummyLogger):
         self.sources: list[tuple[int, dict[str, float]]] = []
         self.padding: list[tuple[int, dict[str, float]]] = []
         self.packed: list[dict[str, float]] = []
+        self.data: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         name = "val" if "val_loss" in metrics else "train"
         self.steps.append((name, step))
-        sources = {key.removeprefix("sources/"): value for key, value in metrics.items() if key.startswith("sources/")}
+        data = {key.removeprefix("data/"): value for key, value in metrics.items() if key.startswith("data/")}
+        if data:
+            self.data.append((step, data))
+        sources = {key.replace("sources/", ""): value for key, value in data.items() if "sources/" in key}
         if sources:
             self.sources.append((step, sources))
-        padding = {key: value for key, value in metrics.items() if key.startswith("padding")}
+        padding = {key: value for key, value in data.items() if "padding/" in key}
         if padding:
             self.padding.append((step, padding))
-        packed = {key.removeprefix("packed/"): value for key, value in metrics.items() if key.startswith("packed/")}
+        packed = {key.removeprefix("packed/"): value for key, value in data.items() if key.startswith("packed/")}
         if packed:
-            self.packed.append(packed)
+            self.packed.append({"tokens": data["tokens"], **packed})

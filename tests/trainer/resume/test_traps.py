@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,9 @@ def test_a_progress_bar_knows_the_total_of_a_resumed_epoch(tmp_path: Path, capsy
     shown = capsys.readouterr().out
     assert f"4/{trainer.num_training_batches}" in shown
     assert "4/?" not in shown
+    # It begins where the run goes on.
+    total = trainer.num_training_batches
+    assert next(number for number in range(1, total + 1) if re.search(rf"\b{number}/{total}\b", shown)) >= 3
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")

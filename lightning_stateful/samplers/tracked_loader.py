@@ -1,0 +1,96 @@
+"""Methods that all loaders have, and that a trainer calls on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_stateful.core.order import EpochPlan, Progress
+from lightning_stateful.core.skip import Skip, as_skip
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.samplers.skipping import Skipping
+from lightning_stateful.samplers.tracker import Tracked
+
+
+class TrackedLoader(Tracked):
+    """Methods that trainers call on every loader; loaders over streams do more than is done here.
+
+    Attributes:
+        own_rank: This rank, if each rank has a loader of its own which is not dealt out; else None.
+    """
+
+    own_rank: int | None = None
+
+    def leave_out(self, skip: Any) -> None:
+        """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them.
+
+        Raises:
+            ConfigurationError: It is no such argument, or cannot be honoured here.
+        """
+        if (found := as_skip(skip)) is not None:
+            if reason := self._reason_against_skip(found):
+                raise ConfigurationError(f"skip cannot be honoured here: {reason}")
+            self.tracker.skipping = Skipping(found)
+
+    def _reason_against_skip(self, skip: Skip) -> str:
+        """The reason why something cannot be left out exactly, and what to do; empty if it can."""
+        return ""
+
+    def position_report(self) -> dict[str, Any]:
+        """The epoch, and counts of what it has served; see :meth:`Tracked.position_report`."""
+        plan, steps = self.tracker.position()
+        return {"epoch": plan.epoch, **self.report_of(plan, steps)}
+
+    @property
+    def most_tokens_a_step(self) -> int:
+        """Tokens of packed documents that a step of all ranks may have; 0 where that is not known."""
+        return 0
+
+    def report_of(self, plan: EpochPlan, steps: int) -> dict[str, Any]:
+        """Counts of what the epoch has served after some steps of a plan of this loader."""
+        return plan.report_after(steps)
+
+    @property
+    def goes_on_behind_limit(self) -> bool:
+        """Whether an epoch that a trainer's limit has cut is followed by what comes behind the cut."""
+        return False
+
+    @property
+    def ended(self) -> tuple[int, int] | None:
+        """The epoch whose end was found latest, and its steps; None where ends are known beforehand."""
+        return None
+
+    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
+        """Serve a trainer.
+
+        Args:
+            label: Tells the loaders of a trainer apart, the same on all ranks.
+            limit: Steps after which epochs end at the latest.
+            lag: So many steps ago may be asked for.
+            repeats: Begin every epoch as the first: to overfit on its batches.
+        """
+
+    def begin_at(self, progress: Progress) -> str:
+        """Go on at a progress of which no state says where the data stood; the name of what begins anew there."""
+        return ""
+
+    def begin_in(self, epoch: int) -> None:
+        """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
+
+    def end_at(self, progress: Progress) -> None:
+        """Let the epoch of a progress end there; the next goes on from it."""
+
+    def config_of_ranks(self) -> dict[str, Any]:
+        """The configuration as ranks compare it."""
+        config = dict(self.tracker.config)
+        if isinstance(sources := config.get("sources"), Mapping):
+            config["order of sources"] = list(sources)
+        return config | self._skip_of_ranks()
+
+    def _skip_of_ranks(self) -> dict[str, Any]:
+        """The argument ``skip`` as ranks compare it."""
+        return {} if self.tracker.skipping is None else {"skip": self.tracker.skipping.described()}
+
+    def remedy_for_steps(self, num_steps: int) -> str:
+        """The way to give epochs as many steps, in words."""
+        return f"pass num_steps={num_steps}"
