@@ -1,0 +1,1 @@
+"""Tries a user's data in real processes: trains, stops, resumes, and compares sample by sample."""

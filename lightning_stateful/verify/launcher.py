@@ -1,0 +1,232 @@
+"""Runs jobs in processes of two servers, several runs at once, each with a time limit; nothing outlives it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.verify.records import Job, Record
+
+# Seconds between two looks at what has been written, and that other ranks are given once one has ended badly.
+_LOOK, _GRACE = 0.02, 10.0
+_LOG_CHARACTERS = 2000
+
+
+@dataclass
+class _Server:
+    """A server, and what it is asked over."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+
+
+@dataclass
+class _Running:
+    """A run whose processes have been started.
+
+    Attributes:
+        jobs: By the number of the process.
+        ended: Exit codes of processes that have ended.
+        size: Bytes written when last looked, and when that was.
+    """
+
+    position: int
+    jobs: dict[int, Job]
+    ended: dict[int, int] = field(default_factory=dict)
+    size: tuple[int, float] = (-1, 0.0)
+    deadline: float = float("inf")
+
+    def is_done(self, number: int) -> bool:
+        return number in self.ended or self.jobs[number].record.with_suffix(".done").exists()
+
+
+class Launcher:
+    """Starts processes for runs, and reads what they record.
+
+    Args:
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+        timeout: Seconds without a new batch after which a run counts as hung.
+        preparing: Is called while the servers are not ready, with a word on that.
+    """
+
+    def __init__(self, package: str, timeout: float) -> None:
+        if not hasattr(os, "fork"):
+            raise ConfigurationError("verify starts processes by fork, which this system does not have.")
+        self.package, self.timeout = package, timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-stateful-verify-")
+        self.folder = Path(self._folder.name)
+        self._servers: dict[int, _Server] = {}
+        self._numbers = self._runs = 0
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Kill all processes and remove all files."""
+        for server in self._servers.values():
+            # It kills what it has started.
+            server.connection.close()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(5)
+            server.process.kill()
+            server.process.wait()
+        self._servers.clear()
+        self._folder.cleanup()
+        atexit.unregister(self.close)
+
+    def path(self, name: str) -> Path:
+        """A file of this launcher's."""
+        return self.folder / name
+
+    def run(
+        self, runs: Sequence[Sequence[Job]], at_once: int = 1, ended: Callable[[], None] = lambda: None
+    ) -> list[list[Record]]:
+        """Run jobs.
+
+        Args:
+            runs: The jobs of the ranks of each run.
+            at_once: Runs that go on at the same time.
+            ended: Is called as each has ended.
+
+        Returns:
+            The records of the ranks of each run.
+        """
+        found: dict[int, list[Record]] = {}
+        running: list[_Running] = []
+        waiting = list(enumerate(runs))
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    running.append(self._start(*waiting.pop(0)))
+                self._hear(running)
+                for one in [one for one in running if self._is_over(one)]:
+                    running.remove(one)
+                    found[one.position] = self._end(one)
+                    ended()
+        finally:
+            for one in running:
+                self._kill(one)
+        return [found[position] for position in range(len(runs))]
+
+    def _start(self, position: int, jobs: Sequence[Job]) -> _Running:
+        self._runs += 1
+        environments = _environments(len(jobs))
+        started: dict[int, Job] = {}
+        for job, environment in zip(jobs, environments, strict=True):
+            self._numbers += 1
+            record = self.path(f"run{self._runs}-rank{job.rank}.jsonl")
+            job = replace(job, package=self.package, record=record, environment=environment)
+            started[self._numbers] = job
+            self._server(job.conditions.hash_seed).connection.send(("start", self._numbers, job))
+        return _Running(position, started, size=(-1, time.monotonic()))
+
+    def _server(self, hash_seed: int) -> _Server:
+        # A user who sets it has it so in every run.
+        fixed = os.environ.get("PYTHONHASHSEED", "random")
+        key = hash_seed if fixed == "random" else 0
+        if key not in self._servers:
+            self._servers[key] = self._launched(str(key + 1) if fixed == "random" else fixed)
+        return self._servers[key]
+
+    def start_servers(self) -> None:
+        """Start both servers, which import side by side."""
+        self._server(0)
+        self._server(1)
+
+    def _launched(self, hash_seed: str) -> _Server:
+        ours, theirs = socket.socketpair()
+        package = str(Path(__file__).parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        call = f"from lightning_stateful.verify.server import serve; serve({theirs.fileno()}, {self.package!r})"
+        with self.path("server.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", call],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        return _Server(process, Connection(ours.detach()))
+
+    def _hear(self, running: Sequence[_Running]) -> None:
+        """Wait a moment for news, and note which processes have ended."""
+        connections = {server.connection: server for server in self._servers.values()}
+        for connection in wait(list(connections), _LOOK):
+            try:
+                number, code = connection.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                log = self.path("server.log").read_text(errors="replace")[-_LOG_CHARACTERS:]
+                raise ConfigurationError(f"The process that others are forked from has died:\n{log}") from None
+            for one in running:
+                if number in one.jobs:
+                    one.ended[number] = code
+
+    def _is_over(self, one: _Running) -> bool:
+        done = [number for number in one.jobs if one.is_done(number)]
+        if len(done) == len(one.jobs):
+            return True
+        now = time.monotonic()
+        written = sum(job.record.stat().st_size for job in one.jobs.values() if job.record.exists())
+        if written != one.size[0]:
+            one.size = written, now
+        if done and one.deadline == float("inf"):
+            one.deadline = now + max(_GRACE, min(self.timeout, 3 * _GRACE))
+        return now > min(one.deadline, one.size[1] + self.timeout)
+
+    def _end(self, one: _Running) -> list[Record]:
+        unfinished = [number for number in one.jobs if not one.is_done(number)]
+        self._kill(one)
+        records = []
+        for number, job in one.jobs.items():
+            record = Record.read(job.record)
+            log = job.record.with_suffix(".log")
+            record.log = log.read_text(errors="replace")[-_LOG_CHARACTERS:] if log.exists() else ""
+            if number in unfinished:
+                record.failed = f"hung: no new batch in {self.timeout:g} seconds, after {len(record.batches)} batches"
+            elif number in one.ended and not job.record.with_suffix(".done").exists() and job.kill_after is None:
+                record.failed = f"died, with exit code {one.ended[number]}"
+            records.append(record)
+        return records
+
+    def _kill(self, one: _Running) -> None:
+        for number, job in one.jobs.items():
+            if number not in one.ended:
+                with suppress(OSError):
+                    self._server(job.conditions.hash_seed).connection.send(("kill", number))
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    """The environment variables of each rank of a run, as torchrun sets them, on a free port."""
+    if num_ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "verify",
+    }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
