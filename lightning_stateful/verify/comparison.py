@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,11 @@ def count_samples(epoch: int, before: Rows, after: Rows, whole: Rows, there: Row
     return Tally(None)
 
 
-def _counted(rows: Rows) -> Counter[Hashable]:
+def _counted(rows: Rows) -> Counter[Any]:
     return Counter(name for batches in rows for batch in batches for name in batch.names)
 
 
-def _fault(epoch: int, after: Rows, surplus: dict[Hashable, int], most: Counter[Hashable]) -> Divergence:
+def _fault(epoch: int, after: Rows, surplus: dict[Any, int], most: Counter[Any]) -> Divergence:
     for number in range(max(map(len, after), default=0)):
         for rank, batches in enumerate(after):
             for name in batches[number].names if number < len(batches) else ():

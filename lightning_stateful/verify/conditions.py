@@ -55,7 +55,7 @@ def _seed_from_entropy() -> None:
     np.random.seed()
     torch.seed()
     if "datasets.fingerprint" in sys.modules:
-        sys.modules["datasets.fingerprint"].fingerprint_rng.seed()  # type: ignore[attr-defined]
+        sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
 
 
 class _Listing:
@@ -83,13 +83,14 @@ class _Listing:
 
 
 def _reverse_listings() -> None:
+    system: Any = os
     listdir, scandir = os.listdir, os.scandir
-    os.listdir = wraps(listdir)(lambda *path: listdir(*path)[::-1])  # type: ignore[assignment]
-    os.scandir = wraps(scandir)(lambda *path: _Listing(scandir(*path)))  # type: ignore[assignment]
+    system.listdir = wraps(listdir)(lambda *path: listdir(*path)[::-1])
+    system.scandir = wraps(scandir)(lambda *path: _Listing(scandir(*path)))
 
 
 def _hold_clock(seconds: float) -> None:
-    real = datetime.datetime
+    real: Any = datetime.datetime
 
     class Held(type(real)):  # type: ignore[misc]
         """Lets dates that were made elsewhere pass for instances."""

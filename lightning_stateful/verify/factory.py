@@ -12,10 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_stateful.errors import ConfigurationError, StatefulError
-from lightning_stateful.loaders.patching import is_iterable
 
 
 def made_by(factory: str, config: Mapping[str, Any] | None = None) -> Any:
@@ -30,16 +27,12 @@ def made_by(factory: str, config: Mapping[str, Any] | None = None) -> Any:
     Raises:
         ConfigurationError: The factory cannot be found, fails, or makes something else.
     """
-    module, _, name = factory.rpartition(":")
-    if not module or not name:
-        raise ConfigurationError(f"{factory!r} names no factory: write package.module:function.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    from torch.utils.data import DataLoader
+
+    from lightning_stateful.loaders.patching import is_iterable
+
     try:
-        found: Any = _imported(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = imported(factory)
         is_data = isinstance(found, (DataLoader, dict, list)) or (
             hasattr(found, "train_dataloader") and not isinstance(found, type)
         )
@@ -57,7 +50,25 @@ def made_by(factory: str, config: Mapping[str, Any] | None = None) -> Any:
     return made
 
 
-def _imported(module: str) -> Any:
+def imported(path: str) -> Any:
+    """Import what a path names.
+
+    Args:
+        path: ``package.module:name`` or ``path/to/file.py:name``; modules are looked for in the working folder, too.
+    """
+    module, _, name = path.rpartition(":")
+    if not module or not name:
+        raise ConfigurationError(f"{path!r} names no factory: write package.module:function.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found: Any = _imported_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _imported_module(module: str) -> Any:
     if not module.endswith(".py"):
         return import_module(module)
     path = Path(module).resolve()

@@ -1,9 +1,17 @@
-"""Runs jobs in processes of two servers, several runs at once, each with a time limit; nothing outlives it."""
+"""Runs jobs in processes of their own, several runs at once, each with a time limit; nothing outlives it.
+
+Processes are forked from servers, which have imported torch and Lightning; the user's code is imported in the fork.
+``PYTHONHASHSEED`` is that of the process that forks, so there is a server for each of two values.
+"""
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import gc
+import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.verify.records import Job, Record
@@ -57,14 +66,16 @@ class Launcher:
 
     Args:
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Attributes:
         timeout: Seconds without a new batch after which a run counts as hung.
-        preparing: Is called while the servers are not ready, with a word on that.
+        is_open: Whether it has not been closed.
     """
 
-    def __init__(self, package: str, timeout: float) -> None:
+    def __init__(self, package: str, timeout: float = 300.0) -> None:
         if not hasattr(os, "fork"):
             raise ConfigurationError("verify starts processes by fork, which this system does not have.")
-        self.package, self.timeout = package, timeout
+        self.package, self.timeout, self.is_open = package, timeout, True
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-stateful-verify-")
         self.folder = Path(self._folder.name)
         self._servers: dict[int, _Server] = {}
@@ -73,6 +84,7 @@ class Launcher:
 
     def close(self) -> None:
         """Kill all processes and remove all files."""
+        self.is_open = False
         for server in self._servers.values():
             # It kills what it has started.
             server.connection.close()
@@ -104,6 +116,8 @@ class Launcher:
         found: dict[int, list[Record]] = {}
         running: list[_Running] = []
         waiting = list(enumerate(runs))
+        # Both import side by side.
+        self._server(0), self._server(1)
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
@@ -138,11 +152,6 @@ class Launcher:
             self._servers[key] = self._launched(str(key + 1) if fixed == "random" else fixed)
         return self._servers[key]
 
-    def start_servers(self) -> None:
-        """Start both servers, which import side by side."""
-        self._server(0)
-        self._server(1)
-
     def _launched(self, hash_seed: str) -> _Server:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
@@ -153,9 +162,9 @@ class Launcher:
             "PYTHONHASHSEED": hash_seed,
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        call = f"from lightning_stateful.verify.server import serve; serve({theirs.fileno()}, {self.package!r})"
+        call = f"from lightning_stateful.verify.launcher import serve; serve({theirs.fileno()}, {self.package!r})"
         with self.path("server.log").open("ab") as log:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603  # this very interpreter
                 [sys.executable, "-c", call],
                 env=environment,
                 pass_fds=[theirs.fileno()],
@@ -172,7 +181,7 @@ class Launcher:
         connections = {server.connection: server for server in self._servers.values()}
         for connection in wait(list(connections), _LOOK):
             try:
-                number, code = connection.recv()  # type: ignore[union-attr]
+                number, code = cast("Connection[Any, Any]", connection).recv()
             except (EOFError, OSError):
                 log = self.path("server.log").read_text(errors="replace")[-_LOG_CHARACTERS:]
                 raise ConfigurationError(f"The process that others are forked from has died:\n{log}") from None
@@ -230,3 +239,65 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
         "TORCHELASTIC_RUN_ID": "verify",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def serve(descriptor: int, package: str) -> None:
+    """Do what is asked for over a connection, until its other end is closed.
+
+    Args:
+        descriptor: Of the connection. Messages are ``("start", number, job)`` and ``("kill", number)``; answers are
+            ``(number, exit code)``.
+        package: ``lightning.pytorch`` or ``pytorch_lightning``, which is imported first.
+    """
+    connection: Connection[Any, Any] = Connection(descriptor)
+    # Whichever is imported first is the one that this package builds on.
+    import_module(package)
+    train = import_module("lightning_stateful.verify.training").run
+    gc.collect()
+    gc.freeze()
+    forking = multiprocessing.get_context("fork")
+    running: dict[int, Any] = {}
+    while True:
+        sentinels = {process.sentinel: number for number, process in running.items()}
+        ready = wait([connection, *sentinels])
+        for sentinel in ready:
+            if sentinel in sentinels:
+                number = sentinels[sentinel]
+                process = running.pop(number)
+                process.join()
+                _kill_group(process.pid)
+                connection.send((number, process.exitcode))
+        if connection not in ready:
+            continue
+        try:
+            kind, number, *job = connection.recv()
+        except EOFError:
+            break
+        if kind == "start":
+            process = forking.Process(target=_begin, args=(train, *job))
+            process.start()
+            running[number] = process
+        elif number in running:
+            _kill_group(running[number].pid)
+            running[number].kill()
+    for process in running.values():
+        _kill_group(process.pid)
+        process.kill()
+    os._exit(0)
+
+
+def _begin(train: Any, job: Any) -> None:
+    # Its workers are of the same session, so that they are killed with it.
+    os.setsid()
+    log = os.open(job.record.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.unfreeze()
+    train(job)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -42,6 +42,7 @@ class Job:
         batches: The most batches of an epoch.
         validate_every: Batches from one validation to the next.
         callback: Whether StatefulDataCallback is added where the data module brings none.
+        key: The import path of a function from a batch to the names of its samples.
         conditions: Of the process.
         environment: Variables beside those of the server.
         record: The file that is written.
@@ -62,6 +63,7 @@ class Job:
     batches: int = 30
     validate_every: int = 5
     callback: bool = True
+    key: str | None = None
     conditions: Conditions = field(default_factory=Conditions)
     environment: Mapping[str, str] = field(default_factory=dict)
     record: Path = Path()

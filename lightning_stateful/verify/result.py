@@ -162,5 +162,3 @@ def _on(ranks: int, workers: int | None) -> str:
     if workers is None:
         return _ranks(ranks)
     return f"{_ranks(ranks)}, {workers} worker{'s' * (workers != 1)}"
-
-

@@ -15,11 +15,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulError, StatefulWarning
+from lightning_stateful.ledger.files import as_items
 from lightning_stateful.loaders.patching import is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.rng import seed_randomness
@@ -29,7 +31,7 @@ from lightning_stateful.trainer.lightning import PACKAGE, pl
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.verify.batches import digests_of, shown
 from lightning_stateful.verify.conditions import set_num_workers
-from lightning_stateful.verify.factory import made_by
+from lightning_stateful.verify.factory import imported, made_by
 from lightning_stateful.verify.records import Job, RecordFile
 
 # Others may hold the store of the process group, or a lock of gloo's, for so long.
@@ -85,6 +87,7 @@ def _other_package(made: Any) -> str:
 def _train(job: Job, made: Any, file: RecordFile) -> None:
     indices, callbacks = _Indices(), []
     if isinstance(made, StatefulDataModule):
+        # It brings the callback.
         made._settings = replace(made._settings, ledger=indices)
     elif job.callback:
         callback = StatefulDataCallback()
@@ -131,7 +134,7 @@ class _LoadersOf(pl.LightningDataModule):
         super().__init__()
         self.module = module
         if _has_evaluation(module):
-            self.val_dataloader = lambda: self.module.val_dataloader()
+            self.__dict__["val_dataloader"] = lambda: self.module.val_dataloader()
 
     def prepare_data(self) -> None:
         self.module.prepare_data()
@@ -150,7 +153,7 @@ class _LoadersOf(pl.LightningDataModule):
 class _Indices(LedgerWriter):
     """Knows the indices of the batch that is trained on, and writes no ledger."""
 
-    is_on = True  # type: ignore[assignment]  # there is no folder
+    is_on = True  # there is no folder
 
     def begin(self, *arguments: Any) -> None:
         """There is no file."""
@@ -171,6 +174,7 @@ class _Records(pl.LightningModule):
         self._job, self._file, self._indices = job, file, indices
         self._paths: list[str] = [""]
         self._num_begun = 0
+        self._key = None if job.key is None else imported(job.key)
 
     def on_train_start(self) -> None:
         structure = Structure.of(self.trainer.train_dataloader)
@@ -193,7 +197,8 @@ class _Records(pl.LightningModule):
         return self.weight * 0.0
 
     def _part(self, path: str, batch: Any) -> list[Any]:
-        items = self._indices.items(path)
+        items = self._indices.items(path) if self._key is None else as_items(self._key(batch))[0]
+        items = items if items is None or isinstance(items, list) else np.asarray(items).tolist()
         return [path, items, digests_of(batch, None if items is None else len(items)), shown(batch)]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -278,6 +283,7 @@ def _loaders(made: Any) -> Iterator[Any]:
 
 def _changes_in_iter(part: Any) -> bool:
     once, twice = deepcopy(part), part
+
     def first_of(iterable: Any) -> list[str]:
         seed_randomness(0)
         return digests_of(list(islice(iter(iterable), 1)))
