@@ -74,6 +74,8 @@ class Causes:
         held = [Run(ranks=ranks, workers=workers, alike=clock)] * 2
         seeded = [Run(ranks=ranks, workers=workers, alike=Conditions(seed=0))] * 2
         with_clock, again_clock, with_seed, again_seed = self._runs(*held, *seeded)
+        if not all(of["patched"] for of in with_clock[0].facts.values()):
+            return Cause(name="callback", said=_CALLBACK)
         tried = ["two runs without a stop, under the same conditions: not alike"]
         if _alike(with_clock, again_clock):
             return Cause(name="clock", said=_CLOCK, tried=(*tried, "the same with a clock that stands: alike"))
@@ -111,7 +113,7 @@ class Causes:
         whole: Sequence[Record],
         came: Sequence[Record],
         divergence: Divergence | None,
-        start: int,
+        start: int | None,
     ) -> Cause:
         """A resumed run was not as the rest of that without a stop, or was refused.
 
@@ -121,7 +123,7 @@ class Causes:
             whole: Its records.
             came: Those of the resumed run.
             divergence: The first difference; None if the resume was refused or failed.
-            start: Batches that were trained on before it.
+            start: Batches that were trained on before it; None where these need not go on as without the stop.
         """
         plain, sets, files, again, twice = self._runs(
             *(
@@ -149,7 +151,7 @@ def _of_resuming(
     whole: Sequence[Record],
     came: Sequence[Record],
     divergence: Divergence | None,
-    start: int,
+    start: int | None,
     changing: Sequence[str],
 ) -> Cause:
     """The cause in what data do over a stop, where all processes have the same."""
@@ -157,15 +159,15 @@ def _of_resuming(
     facts = {path: {**of, **came[0].facts.get(path, {})} for path, of in whole[0].facts.items()}
     if not all(of["patched"] for of in facts.values()):
         return Cause(name="callback", said=_CALLBACK, tried=tried)
-    changed = [name for of in whole[0].facts.values() for name in of["changed"]]
-    if changed:
-        return Cause(name="learns", said=_LEARNS.format(names=", ".join(changed)), tried=tried)
-    if changing:
-        said = _ITER.format(names=" and ".join(changing))
+    if learning := [name for of in whole[0].facts.values() for name in of["changed"]]:
+        return Cause(name="learns", said=_LEARNS.format(names=" and ".join(learning)), tried=tried)
+    wrappers = [of["class"] for of in facts.values() if of["wrapper"]]
+    if moving := [name for name in changing if name not in wrappers]:
+        said = _ITER.format(names=" and ".join(moving))
         return Cause(name="iter", said=said, tried=(*tried, "begun twice in one process: other samples"))
-    if wrappers := [of["class"] for of in facts.values() if of["wrapper"]]:
+    if wrappers:
         return Cause(name="held batches", said=_HELD.format(names=" and ".join(wrappers)), tried=tried)
-    form = "" if divergence is None or len(whole) != len(came) else form_of(whole, start, divergence, rows_of(came))
+    form = "" if divergence is None or start is None else form_of(whole, start, divergence, rows_of(came))
     return Cause(name="state" if form else "", said=_STATE.format(form=form) if form else _UNKNOWN, tried=tried)
 
 

@@ -94,7 +94,7 @@ class Tally:
     compared: bool = True
 
 
-def count_samples(epoch: int, before: Rows, after: Rows, whole: Rows, there: Rows, *, is_cut: bool) -> Tally:
+def count_samples(epoch: int, before: Rows, after: Rows, whole: Rows, there: Rows, *, spare: int | None) -> Tally:
     """Count the samples of an epoch that was begun on some ranks and ended on others.
 
     Every sample is to come as often as in an epoch without a stop, here or there. Where some are left for less than a
@@ -106,7 +106,7 @@ def count_samples(epoch: int, before: Rows, after: Rows, whole: Rows, there: Row
         after: The batches of each rank after it.
         whole: The batches of the epoch on the ranks before, without a stop.
         there: The batches of the epoch on the ranks after, without a stop.
-        is_cut: Whether the epoch was cut by a limit, so that no sample needs to come.
+        spare: So many samples may be left to the next epoch; None where epochs are cut, so that none needs to come.
     """
     due, other, came = _counted(whole), _counted(there), _counted([*before, *after])
     if (due & other).total() * 2 < min(due.total(), other.total()):
@@ -124,7 +124,7 @@ def count_samples(epoch: int, before: Rows, after: Rows, whole: Rows, there: Row
     if surplus:
         return Tally(_fault(epoch, after, surplus, most))
     missing = due - came
-    if missing and due == other and not is_cut:
+    if spare is not None and missing.total() > spare and due == other:
         name = next(iter(missing))
         some = f"{missing.total()} samples never came, for example {_named(name)}"
         number = max((len(rows) for rows in after), default=0)
@@ -155,6 +155,12 @@ def _fault(epoch: int, after: Rows, surplus: dict[Any, int], most: Counter[Any])
 def _named(name: Any) -> str:
     path, item = name
     return f"sample {item}" + (f" of {path}" if path else "")
+
+
+def step_size(records: Sequence[Record]) -> int:
+    """The samples that all ranks have in the largest step of a run."""
+    steps = zip(*(record.batches for record in records), strict=False)
+    return max((sum(len(batch.names) for batch in step) for step in steps), default=0)
 
 
 def rows_of(records: Sequence[Record], first: int = 0, last: int | None = None) -> list[list[Batch]]:

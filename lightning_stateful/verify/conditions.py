@@ -98,7 +98,7 @@ def _hold_clock(seconds: float) -> None:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, real)
 
-    class HeldDatetime(real, metaclass=Held):
+    class HeldDatetime(real, metaclass=Held):  # type: ignore[misc]
         """A datetime whose clock stands."""
 
         @classmethod

@@ -223,8 +223,18 @@ def _facts(loader: Any) -> dict[str, Any]:
         "map_style": isinstance(ours, StatefulLoader),
         "class": type(original).__qualname__,
         "wrapper": not isinstance(original, DataLoader),
-        "changed": sorted(ours.changed()) if isinstance(ours, StatefulLoader) else [],
+        "changed": _changed(original, ours) if isinstance(ours, StatefulLoader) else [],
     }
+
+
+def _changed(original: Any, ours: StatefulLoader) -> list[str]:
+    """Classes of the parts of a user's loader that something else than reading has changed in training."""
+    found = []
+    for name in ours.changed():
+        held = [original.dataset] if name.startswith("dataset") else [original.batch_sampler, original.sampler]
+        own = [part for part in held if part is not None and not type(part).__module__.startswith("torch.")]
+        found += [type(part).__qualname__ for part in own[:1]] or [name]
+    return list(dict.fromkeys(found))
 
 
 class _Saves(pl.Callback):

@@ -15,6 +15,7 @@ from lightning_stateful.verify.comparison import (
     first_divergence,
     of_epoch,
     rows_of,
+    step_size,
 )
 from lightning_stateful.verify.conditions import Conditions
 from lightning_stateful.verify.factory import CommandLineConfig, path_of
@@ -24,6 +25,10 @@ from lightning_stateful.verify.runs import Run, Runs, failure_of
 
 # Of the moments, the one whose checkpoint is resumed on other ranks and workers.
 _MIDDLE = "stopped in the middle of epoch 0"
+_NO_NAMES = (
+    "The samples have no index, and other content there than here, as of augmentation: pass key=, a function from a "
+    "batch to the names of its samples."
+)
 
 
 def verify(
@@ -141,8 +146,10 @@ class _Trials:
             records = self._runs(Run(ranks=ranks, workers=self._workers[0]))[0]
             kind, said = failure_of(records)
             if kind == "failed" and not self._whole:
-                log = "" if said.startswith("ConfigurationError") else f"\n{records[0].log.strip()}"
-                raise ConfigurationError(f"The run without a stop has failed: {said}{log}")
+                name, _, text = said.partition(": ")
+                if name == "ConfigurationError":
+                    raise ConfigurationError(text)
+                raise ConfigurationError(f"The run without a stop has failed: {said}\n{records[0].log.strip()}")
             if kind:
                 outcome: Outcome = "refused" if kind == "refused" else "failed"
                 self._add("begun", ranks, ranks, outcome, said)
@@ -161,6 +168,10 @@ class _Trials:
         whole, workers = self._whole[ranks], self._workers[0]
         moments = tuple((moment, self._runs.checkpoint()) for moment in self._moments(whole))
         stopped = self._runs(Run(ranks=ranks, workers=workers, moments=moments, kill_after=moments[-1][0].after + 1))[0]
+        if set(stopped[0].saved) == {moment.name for moment, _ in moments}:
+            # It was killed, and maybe one rank a moment before another.
+            for record in stopped:
+                record.refused = record.failed = ""
         if not self._compare("another run without a stop", ranks, "equal", whole, stopped, is_cut=True):
             return
         paths = {moment.name: path for moment, path in moments if moment.name in stopped[0].saved}
@@ -175,15 +186,22 @@ class _Trials:
             return
         path, start = paths[_MIDDLE], starts[_MIDDLE]
         for others in self._workers[1:]:
-            records = self._runs(Run(ranks=ranks, workers=others, resumed=True, checkpoint=path))[0]
-            if all(of["map_style"] for of in whole[0].facts.values()):
-                self._compare(f"resumed with {_workers(others)}", ranks, "exact", whole, records, start=start)
-            else:
-                self._count(f"resumed with {_workers(others)}", ranks, ranks, records, start, others)
-        for number in self._whole:
+            if not self._found.faults:
+                self._resume_with_workers(ranks, path, start, others)
+        for number, there in self._whole.items():
             if number != ranks and not self._found.faults:
                 records = self._runs(Run(ranks=number, workers=workers, resumed=True, checkpoint=path))[0]
-                self._count(f"resumed on {number} rank{'s' * (number != 1)}", ranks, number, records, start, workers)
+                self._count(f"resumed on {number} rank{'s' * (number != 1)}", whole, there, records, start, workers)
+
+    def _resume_with_workers(self, ranks: int, path: Path, start: int, workers: int | None) -> None:
+        name, whole = f"resumed with {_workers(workers)}", self._whole[ranks]
+        resumed = Run(ranks=ranks, workers=workers, resumed=True, checkpoint=path)
+        if all(of["map_style"] for of in whole[0].facts.values()):
+            self._compare(name, ranks, "exact", whole, self._runs(resumed)[0], start=start, workers=workers)
+            return
+        # Of a stream each worker reads a part, so batches are others.
+        there, records = self._runs(Run(ranks=ranks, workers=workers), resumed)
+        self._count(name, whole, there, records, start, workers)
 
     def _moments(self, whole: Sequence[Record]) -> list[Moment]:
         """When checkpoints are written, in turn."""
@@ -214,6 +232,7 @@ class _Trials:
         records: Sequence[Record],
         *,
         start: int = 0,
+        workers: int | None = None,
         is_cut: bool = False,
     ) -> bool:
         """Compare a run with the rest of that without a stop, on as many ranks.
@@ -225,6 +244,7 @@ class _Trials:
             whole: The run without a stop.
             records: The other run.
             start: Batches that were trained on before it.
+            workers: Its workers, where they are others.
             is_cut: Whether it may end earlier.
         """
         kind, said = failure_of(records)
@@ -233,37 +253,49 @@ class _Trials:
         came = [batches[: len(expected[0])] for batches in came] if is_cut else came
         divergence = None if kind else first_divergence(expected, came)
         outcome: Outcome = "refused" if kind == "refused" else "failed" if kind else "differs" if divergence else right
-        self._add(name, ranks, ranks, outcome, said, num_batches=sum(map(len, came)))
+        self._add(name, ranks, ranks, outcome, said, workers=workers, num_batches=sum(map(len, came)))
         if divergence is None and not kind:
             return True
         self._explain(ranks, whole, records, divergence, start, is_resumed=not is_cut)
         return kind == "refused"
 
     def _count(
-        self, name: str, ranks: int, there: int, records: Sequence[Record], start: int, workers: int | None
+        self,
+        name: str,
+        whole: Sequence[Record],
+        there: Sequence[Record],
+        records: Sequence[Record],
+        start: int,
+        workers: int | None,
     ) -> None:
-        """Count the samples of an epoch that was ended on other ranks or workers."""
-        whole = self._whole[ranks]
-        kind, said = failure_of(records)
+        """Count the samples of an epoch that was ended on other ranks or workers.
+
+        Args:
+            name: Of the trial.
+            whole: The run without a stop where the epoch was begun.
+            there: The run without a stop where it was ended.
+            records: The run that ended it.
+            start: Batches of each rank before the stop.
+            workers: Workers of the run that ended it.
+        """
+        ranks = len(whole)
+        kind, said = failure_of([*there, *records])
         if kind:
             outcome: Outcome = "refused" if kind == "refused" else "failed"
-            self._add(name, ranks, there, outcome, said, workers=workers)
+            self._add(name, ranks, len(records), outcome, said, workers=workers)
             return
-        tally = count_samples(
-            0,
-            rows_of(whole, 0, start),
-            of_epoch(records, 0),
-            of_epoch(whole, 0),
-            of_epoch(self._whole[there], 0),
-            is_cut=self._found.is_cut,
-        )
+        epochs = [of_epoch(run, 0) for run in (whole, there)]
+        # What a stream has left for less than a step comes first in the next epoch.
+        is_stream = not all(of["map_style"] for of in whole[0].facts.values())
+        spare = max(map(step_size, (whole, there))) - 1 if is_stream and len(records) > 1 else 0
+        before, after = rows_of(whole, 0, start), of_epoch(records, 0)
+        tally = count_samples(0, before, after, *epochs, spare=None if self._found.is_cut else spare)
         outcome = "differs" if tally.fault else "once" if tally.compared else "not compared"
-        hint = "The content of samples differs on other ranks and workers, as augmentation does: name them by a key."
         num_batches = sum(len(record.of_epoch(0)) for record in records)
-        said = "" if tally.compared else hint
-        self._add(name, ranks, there, outcome, said, workers=workers, num_batches=num_batches)
+        said = "" if tally.compared else _NO_NAMES
+        self._add(name, ranks, len(records), outcome, said, workers=workers, num_batches=num_batches)
         if tally.fault:
-            self._explain(ranks, whole, records, tally.fault, start, is_resumed=True)
+            self._explain(ranks, whole, records, tally.fault, None)
 
     def _explain(
         self,
@@ -271,9 +303,9 @@ class _Trials:
         whole: Sequence[Record],
         records: Sequence[Record],
         divergence: Divergence | None,
-        start: int,
+        start: int | None,
         *,
-        is_resumed: bool,
+        is_resumed: bool = True,
     ) -> None:
         if self._found.cause is not None:
             return

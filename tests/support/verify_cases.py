@@ -151,3 +151,8 @@ class Prefetching(Plain):
 
     def train_dataloader(self) -> Any:
         return self.loader
+
+
+def names_of(batch: Any) -> Any:
+    """The samples of a batch of a stream."""
+    return batch["id"]
