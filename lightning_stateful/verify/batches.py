@@ -121,7 +121,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(dense.numpy())
     except TypeError:
-        return np.asarray(dense.contiguous().view(torch.uint8).numpy())
+        return np.asarray(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _shown(leaf: Any) -> str:

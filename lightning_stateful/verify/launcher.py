@@ -139,7 +139,8 @@ class Launcher:
         for job, environment in zip(jobs, environments, strict=True):
             self._numbers += 1
             record = self.path(f"run{self._runs}-rank{job.rank}.jsonl")
-            job = replace(job, package=self.package, record=record, environment=environment)
+            # Of a server the environment is that of its start.
+            job = replace(job, package=self.package, record=record, environment={**_own_environment(), **environment})
             started[self._numbers] = job
             self._server(job.conditions.hash_seed).connection.send(("start", self._numbers, job))
         return _Running(position, started, size=(-1, time.monotonic()))
@@ -223,6 +224,10 @@ class Launcher:
                     self._server(job.conditions.hash_seed).connection.send(("kill", number))
 
 
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONHASHSEED", "OMP_NUM_THREADS")}
+
+
 def _environments(num_ranks: int) -> list[dict[str, str]]:
     """The environment variables of each rank of a run, as torchrun sets them, on a free port."""
     if num_ranks == 1:
@@ -294,7 +299,6 @@ def _begin(train: Any, job: Any) -> None:
     os.dup2(log, 2)
     faulthandler.enable(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.unfreeze()
     train(job)
 
 

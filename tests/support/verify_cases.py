@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -156,3 +158,52 @@ class Prefetching(Plain):
 def names_of(batch: Any) -> Any:
     """The samples of a batch of a stream."""
     return batch["id"]
+
+
+class Listed(Plain):
+    """Samples in the order in which a folder is listed."""
+
+    class dataset(Images):  # noqa: N801
+        def __init__(self) -> None:
+            found = (path.stem for path in Path(os.environ["VERIFY_FOLDER"]).iterdir())
+            self.ids = [int(name) for name in found if name.isdigit()]
+
+        def __len__(self) -> int:
+            return len(self.ids)
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([self.ids[index]])
+
+
+class Split(Plain):
+    """A split that nobody seeds."""
+
+    def setup(self, stage: str) -> None:
+        self.data = torch.utils.data.random_split(Images(), [30, 10])[0]
+
+
+class Hanging(Plain):
+    """One sample of the second epoch never comes."""
+
+    class dataset(Images):  # noqa: N801
+        reads = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads += 1
+            if self.reads > 60:
+                time.sleep(1000)
+            return index
+
+
+class Loaders(pl.LightningModule):
+    """A model that brings its loaders."""
+
+    def train_dataloader(self) -> Any:
+        return {"a": loader, "b": DataLoader(range(12), batch_size=2)}
+
+
+loader = DataLoader(Images(), batch_size=4, shuffle=True)
+
+
+def fails() -> Any:
+    raise KeyError("no such table")
