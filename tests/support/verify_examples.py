@@ -1,4 +1,7 @@
-"""The data of the examples, small; files are in the folder that ``VERIFY_FOLDER`` names."""
+"""The data of the examples, small; files are in the folder that ``VERIFY_FOLDER`` names.
+
+Each process imports what it needs alone.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import datasets
-import mix_corpora
-import pretrain_text
-import stream_text
 import torch
 from byte_model import SourceBytes
 
@@ -32,6 +31,9 @@ def folder() -> Path:
 
 def write_files() -> None:
     """All that the data are read from."""
+    import pretrain_text
+    import stream_text
+
     stream_text.write_shards(folder(), None, 4, 20)
     pretrain_text.write_documents(folder(), 4, 10)
 
@@ -41,6 +43,8 @@ def source_bytes() -> StatefulDataModule:
 
 
 def mixed_corpora() -> MixtureDataModule:
+    import mix_corpora
+
     mixed = mix_corpora.corpora()
     mixed.num_steps = 12
     return mixed
@@ -54,6 +58,8 @@ def bucketed_text() -> BucketDataModule:
 
 
 def streamed_text() -> StreamDataModule:
+    import stream_text
+
     shards = sorted(folder().glob("*.txt.gz"))
     lines = ChunkedDataset(shards, stream_text.read_lines, buffer_size=30, seed=0, transform=stream_text.as_bytes)
     return StreamDataModule(lines, batch_size=8, num_workers=0)
@@ -64,6 +70,9 @@ def numbers_of_lines(batch: Any) -> Any:
 
 
 def packed_text() -> StreamDataModule:
+    import datasets
+    import pretrain_text
+
     files = sorted(map(str, folder().glob("*.jsonl")))
     documents = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
     tokenizer = pretrain_text.train_tokenizer(files)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import verify_cases, verify_examples
+from support.quick import thinned
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.testing import verify_datamodule
@@ -21,23 +22,22 @@ def outcomes(found: Verification) -> dict[str, str]:
     return {trial.name: trial.outcome for trial in found.trials}
 
 
-def test_a_data_module_goes_on_exactly_after_every_stop_and_on_other_ranks_with_every_sample_once() -> None:
-    found = verify_datamodule(verify_cases.Plain, devices=(1, 2), workers=(0, 2))
+# On one rank, and from one to two and back, it is tried in docs/verify.md.
+def test_a_data_module_goes_on_exactly_after_every_stop_on_two_ranks_and_with_other_workers() -> None:
+    found = verify_datamodule(verify_cases.Plain, devices=(2,), workers=(0, 2))
 
     assert found.ok
-    assert found.lengths == {1: 10, 2: 5}
-    of_one = [trial for trial in found.trials if trial.ranks == 1]
-    assert outcomes(Verification(factory="", trials=of_one)) == {
+    assert found.lengths == {2: 5}
+    assert outcomes(found) == {
         "another run without a stop": "equal",
         "stopped in the middle of epoch 0": "exact",
-        "stopped in a validation": "exact",
-        "stopped after a validation": "exact",
         "stopped at the end of epoch 0": "exact",
+        "stopped in a validation": "exact",
         "killed by SIGKILL in epoch 1": "exact",
         "resumed with 2 workers": "exact",
-        "resumed on 2 ranks": "once",
     }
-    assert outcomes(Verification(factory="", trials=found.trials[len(of_one) :]))["resumed on 1 rank"] == "once"
+    # Each run is of all batches of both epochs that come after its stop, on both ranks.
+    assert [trial.num_batches for trial in found.trials] == [18, 16, 10, 10, 6, 16]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["source_bytes", "mixed_corpora", "bucketed_text", "streamed_text", "packed_text"])
+EXAMPLES = ["source_bytes", "mixed_corpora", "bucketed_text", "streamed_text", "packed_text"]
+
+
+@pytest.mark.parametrize("name", thinned(EXAMPLES, slow={"source_bytes", "packed_text"}))
 def test_the_data_of_the_examples_are_right(name: str, folder: Path) -> None:
     verify_examples.write_files()
 
@@ -84,14 +87,16 @@ def test_the_data_of_the_examples_are_right(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["source_bytes", "mixed_corpora", "bucketed_text", "streamed_text", "packed_text"])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_data_of_the_examples_are_right_on_other_ranks_and_workers(name: str, folder: Path) -> None:
     verify_examples.write_files()
 
     key = "support.verify_examples:numbers_of_lines" if name == "streamed_text" else None
     found = verify_datamodule(getattr(verify_examples, name), devices=(1, 2), workers=(0, 2), key=key)
 
-    assert outcomes(found)["resumed on 2 ranks"] == "not compared" if name == "packed_text" else "once"
+    # What a sequence holds of a packed stream follows from who reads which documents.
+    expected = "not compared" if name == "packed_text" else "once"
+    assert outcomes(found)["resumed on 2 ranks"] == expected
 
 
 @pytest.mark.slow
