@@ -93,7 +93,9 @@ def _called(found: Callable[..., Any], config: Mapping[str, Any] | None) -> Any:
         parser.add_class_arguments(found, "data")
     else:
         parser.add_function_arguments(found, "data")
-    made = parser.instantiate_classes(parser.parse_object({"data": dict(config)})).data
+    # Its name since version 4.49.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    made = instantiate(parser.parse_object({"data": dict(config)})).data
     return made if isinstance(found, type) else found(**made)
 
 

@@ -26,7 +26,7 @@ from lightning_stateful.verify.runs import Run, Runs, failure_of
 # Of the moments, the one whose checkpoint is resumed on other ranks and workers.
 _MIDDLE = "stopped in the middle of epoch 0"
 _NO_NAMES = (
-    "The samples have no index, and other content there than here, as of augmentation: pass key=, a function from a "
+    "The samples have no index, and other content there than here, as of augmentation. Pass a key, a function from a "
     "batch to the names of its samples."
 )
 
@@ -156,7 +156,7 @@ class _Trials:
                 if self._found.cause is None and kind == "refused":
                     self._found.cause = self._causes.of_refused_start(ranks, self._workers[0])
             elif not records[0].of_epoch(1):
-                raise ConfigurationError("The data have no batches, so nothing can be compared.")
+                raise ConfigurationError("The data have no batch in the second epoch, so nothing can be compared.")
             else:
                 self._whole[ranks] = records
                 length = len(records[0].of_epoch(0))
@@ -256,6 +256,8 @@ class _Trials:
         self._add(name, ranks, ranks, outcome, said, workers=workers, num_batches=sum(map(len, came)))
         if divergence is None and not kind:
             return True
+        if kind == "failed":
+            return False
         self._explain(ranks, whole, records, divergence, start, is_resumed=not is_cut)
         return kind == "refused"
 
