@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -76,8 +77,7 @@ class Launcher:
         if not hasattr(os, "fork"):
             raise ConfigurationError("verify starts processes by fork, which this system does not have.")
         self.package, self.timeout, self.is_open = package, timeout, True
-        self._folder = tempfile.TemporaryDirectory(prefix="lightning-stateful-verify-")
-        self.folder = Path(self._folder.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="lightning-stateful-verify-"))
         self._servers: dict[int, _Server] = {}
         self._numbers = self._runs = 0
         atexit.register(self.close)
@@ -93,7 +93,8 @@ class Launcher:
             server.process.kill()
             server.process.wait()
         self._servers.clear()
-        self._folder.cleanup()
+        # A server may have removed it.
+        shutil.rmtree(self.folder, ignore_errors=True)
         atexit.unregister(self.close)
 
     def path(self, name: str) -> Path:
@@ -163,7 +164,8 @@ class Launcher:
             "PYTHONHASHSEED": hash_seed,
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        call = f"from lightning_stateful.verify.launcher import serve; serve({theirs.fileno()}, {self.package!r})"
+        told = f"{theirs.fileno()}, {self.package!r}, {str(self.folder)!r}"
+        call = f"from lightning_stateful.verify.launcher import serve; serve({told})"
         with self.path("server.log").open("ab") as log:
             process = subprocess.Popen(  # noqa: S603  # this very interpreter
                 [sys.executable, "-c", call],
@@ -246,13 +248,14 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
-def serve(descriptor: int, package: str) -> None:
+def serve(descriptor: int, package: str, folder: str) -> None:
     """Do what is asked for over a connection, until its other end is closed.
 
     Args:
         descriptor: Of the connection. Messages are ``("start", number, job)`` and ``("kill", number)``; answers are
             ``(number, exit code)``.
         package: ``lightning.pytorch`` or ``pytorch_lightning``, which is imported first.
+        folder: A folder that is removed at the end, also if the other process was killed.
     """
     connection: Connection[Any, Any] = Connection(descriptor)
     # Whichever is imported first is the one that this package builds on.
@@ -260,35 +263,35 @@ def serve(descriptor: int, package: str) -> None:
     train = import_module("lightning_stateful.verify.training").run
     gc.collect()
     gc.freeze()
-    forking = multiprocessing.get_context("fork")
     running: dict[int, Any] = {}
-    while True:
-        sentinels = {process.sentinel: number for number, process in running.items()}
-        ready = wait([connection, *sentinels])
-        for sentinel in ready:
-            if sentinel in sentinels:
-                number = sentinels[sentinel]
-                process = running.pop(number)
-                process.join()
-                _kill_group(process.pid)
-                connection.send((number, process.exitcode))
-        if connection not in ready:
-            continue
-        try:
-            kind, number, *job = connection.recv()
-        except EOFError:
-            break
-        if kind == "start":
-            process = forking.Process(target=_begin, args=(train, *job))
-            process.start()
-            running[number] = process
-        elif number in running:
-            _kill_group(running[number].pid)
-            running[number].kill()
+    # The other process may end at any moment, whatever it was about to be told.
+    with suppress(EOFError, OSError):
+        while True:
+            _answer(connection, running, train)
     for process in running.values():
-        _kill_group(process.pid)
-        process.kill()
+        _kill(process)
+        process.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
+
+
+def _answer(connection: Connection[Any, Any], running: dict[int, Any], train: Callable[[Job], None]) -> None:
+    """Wait until something is asked for or a process has ended, and see to it."""
+    sentinels = {process.sentinel: number for number, process in running.items()}
+    ready = wait([connection, *sentinels])
+    for sentinel in sentinels.keys() & set(ready):
+        process = running.pop(number := sentinels[sentinel])
+        process.join()
+        _kill(process)
+        connection.send((number, process.exitcode))
+    if connection not in ready:
+        return
+    kind, number, *job = connection.recv()
+    if kind == "start":
+        running[number] = multiprocessing.get_context("fork").Process(target=_begin, args=(train, *job))
+        running[number].start()
+    elif number in running:
+        _kill(running[number])
 
 
 def _begin(train: Any, job: Any) -> None:
@@ -302,6 +305,8 @@ def _begin(train: Any, job: Any) -> None:
     train(job)
 
 
-def _kill_group(pid: int) -> None:
+def _kill(process: Any) -> None:
+    """Kill a process, and the workers that it has left."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
