@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +105,27 @@ def test_classes_are_imported_by_name_or_file(tmp_path: Path) -> None:
     assert path_of(verify_cases.Plain) == f"{CASES}:Plain"
     assert path_of(verify_cases.Timed.dataset) == f"{CASES}:Timed.dataset"
     assert len(made_by(f"{file}:make")) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_nothing_is_left_of_a_command_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_stateful", "verify", f"{CASES}:Plain", "--workers", "2"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: list(tmp_path.glob("*/*.jsonl")))
+        process.send_signal(how)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+
+    # Its servers remove the folder once they have ended all that they had started.
+    wait_until(lambda: not list(tmp_path.glob("lightning-stateful-verify-*")))
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
