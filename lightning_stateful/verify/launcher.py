@@ -29,8 +29,10 @@ from typing import Any, cast
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.verify.records import Job, Record
 
-# Seconds between two looks at what has been written, and that other ranks are given once one has ended badly.
-_LOOK, _GRACE = 0.02, 10.0
+# Seconds between two looks at what has been written.
+_LOOK = 0.02
+# Seconds that other ranks are given once one has ended, or has ended by an error.
+_GRACE, _GRACE_AFTER_ERROR = 30.0, 5.0
 _LOG_CHARACTERS = 2000
 
 
@@ -201,7 +203,9 @@ class Launcher:
         if written != one.size[0]:
             one.size = written, now
         if done and one.deadline == float("inf"):
-            one.deadline = now + max(_GRACE, min(self.timeout, 3 * _GRACE))
+            records = [Record.read(one.jobs[number].record) for number in done]
+            is_bad = any(record.refused or record.failed for record in records)
+            one.deadline = now + (_GRACE_AFTER_ERROR if is_bad else _GRACE)
         return now > min(one.deadline, one.size[1] + self.timeout)
 
     def _end(self, one: _Running) -> list[Record]:
