@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.installed-docs
 # Each test process gets one thread; two processes share the work.
 export OMP_NUM_THREADS ?= 1
 # pytest keeps the test files as it has rewritten them, whatever is set here; each process needs all of them.
@@ -53,8 +54,14 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-docs: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_documentation.py
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
+	@touch $(DOCS)
+
+# A warning, such as of a link that leads nowhere, is an error; of pages that are not read again there would be none.
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -b html -E -W --keep-going -q -d build/doctrees docs site
+	@echo "Open site/index.html"
 
 clean:
-	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

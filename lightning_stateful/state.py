@@ -43,6 +43,8 @@ COMBINED = "combined"
 _HARMLESS = ("drop_last", "dataset", "iteration", "sequence", "module", "mode")
 _BUT_FOR = ("dataset.length", "dataset.content", "dataset.shards", "dataset.files")
 _MISSING = "<nothing>"
+# Stands in an order's ``harmless`` where a source that is another one than before is not.
+SOURCES_THAT_COME_OR_GO = "sources that come or go"
 _SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
@@ -231,6 +233,7 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
         one.path
         for one in accepted
         if not is_accepted((one.path,), harmless)
+        and not (SOURCES_THAT_COME_OR_GO in harmless and _comes_or_goes(one))
         and (is_accepted((one.path,), _BUT_FOR) or not is_accepted((one.path,), _HARMLESS))
     ]
     if changed:
@@ -241,6 +244,12 @@ def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str
             StatefulWarning,
             stacklevel=4,
         )
+
+
+def _comes_or_goes(one: Difference) -> bool:
+    """Whether a source of a mixture is new, is no longer there, or stands at another place."""
+    is_new_or_gone = one.path.startswith("sources.") and _MISSING in (one.saved, one.present)
+    return is_new_or_gone or one.path == "sources.(order)"
 
 
 def is_fingerprint(name: str) -> bool:
@@ -438,6 +447,11 @@ def _packed_once(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str,
         for config in (before, now):
             if isinstance(own := config.get("dataset"), Mapping) and "packed" in own:
                 config["dataset"] = {name: own[name] for name in own if name not in ("packed", "length")}
+            if isinstance(parts := config.get("sources"), Mapping) and before["packing"] != now["packing"]:
+                # Of a source that is packed otherwise the digest alone, without its number of sequences.
+                config["sources"] = {
+                    name: of.split(" ")[-1] if isinstance(of, str) else of for name, of in parts.items()
+                }
     return before, now
 
 

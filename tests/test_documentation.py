@@ -67,10 +67,18 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    folders = (ROOT / "lightning_stateful", ROOT / "tests", ROOT / "examples", ROOT / "benchmarks")
+    folders = [ROOT / name for name in ("lightning_stateful", "tests", "examples", "benchmarks", "docs")]
     files = "".join(f"/{path.relative_to(ROOT).as_posix()}\n" for folder in folders for path in folder.rglob("*.py"))
     missing = {name for name in re.findall(r"\w[\w/]*\.py\b", page.read_text()) if f"/{name}\n" not in files}
     assert missing == written_by(page)
+
+
+def test_every_picture_is_drawn_by_a_script_and_shown_on_a_page() -> None:
+    folder = ROOT / "docs" / "pictures"
+    scripts, pages = ("".join(path.read_text() for path in paths) for paths in (folder.glob("*.py"), PAGES))
+    pictures = [path.name for path in folder.iterdir() if path.suffix not in (".py", "")]
+    assert pictures
+    assert [name for name in pictures if f'"{name}"' not in scripts or f"pictures/{name})" not in pages] == []
 
 
 def test_the_readme_shows_the_commands_that_the_makefile_has() -> None:

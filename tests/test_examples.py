@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -54,6 +55,49 @@ def test_a_sampler_of_ones_own_goes_on_under_fabric(run_example: Any) -> None:
 
     assert lines[0].startswith("loss after 50 steps: ")
     assert lines[1] == f"stopped after step 30 {EXACT}"
+
+
+def test_metric_learning_with_a_sampler_of_ones_own_goes_on_after_a_stop(run_example: Any) -> None:
+    lines = run_example("metric_learning.py", "--fast")
+
+    assert lines[0].startswith("loss after 30 steps, in epochs of 10: ")
+    assert lines[1] == f"stopped after step 14 {EXACT}"
+
+
+def test_a_ledger_says_that_nothing_was_lost(run_example: Any) -> None:
+    lines = run_example("read_ledger.py", "--fast")
+
+    assert lines[0].endswith("10 batches, and 4 that no later start has kept")
+    assert lines[-2:] == ["Nothing was trained on twice, and nothing was left out.", "samples of epoch 1: 320 of 320"]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_requeued_goes_on(tmp_path: Path) -> None:
+    launcher = tmp_path / "srun"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    names = {"NTASKS": "1", "NTASKS_PER_NODE": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0", "JOB_ID": "1"}
+    slurm = {f"SLURM_{name}": value for name, value in (names | {"JOB_NAME": "bytes", "NODELIST": "localhost"}).items()}
+
+    def run(steps: int) -> str:
+        command = ["bash", str(EXAMPLES / "requeue.sbatch"), "--trainer.max_steps", str(steps)]
+        environment = os.environ | slurm | {"PATH": path, "RUN": str(tmp_path / "run")}
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=200, env=environment, cwd=EXAMPLES.parent, check=True
+        )
+        return found.stdout + found.stderr
+
+    assert "Resumed" not in run(60)
+    lines = run(80)
+    assert "resumes on 1 rank: next is batch 51 of 375 of epoch 0" in lines
+    assert "Resumed at epoch 0, batch 50 of 375" in lines
+
+
+def test_the_table_names_every_example() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md"}
+    assert {name for name in files if f"[{name}]({name})" not in table} == set()
 
 
 def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(run_example: Any) -> None:

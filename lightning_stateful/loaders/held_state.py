@@ -60,15 +60,25 @@ class HeldState:
             _put_back(value, copied)
 
     def settings(self) -> str:
-        """Digest of the numbers and words among the attributes, but for paths."""
-        plain = []
+        """Digest of :meth:`plain`."""
+        plain = "\n".join(f"{name}={value}" for name, value in self.plain().items())
+        return hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+
+    def plain(self) -> dict[str, str]:
+        """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""
+        plain: dict[str, str] = {}
         for name, (value, copied) in self._kept.items():
+            way = name.partition(".")[2]
             items = copied.items() if isinstance(copied, dict) and not isinstance(value, dict) else ()
             shown = [(key, item) for key, item in items if isinstance(item, (int, float, bool, str))]
-            plain += [f"{name}.{key}={item!r}" for key, item in shown if not (isinstance(item, str) and "/" in item)]
+            plain |= {
+                f"{way}.{key}".removeprefix("."): repr(item)
+                for key, item in shown
+                if not (isinstance(item, str) and "/" in item)
+            }
             if isinstance(value, torch.Tensor) and value.numel() == 1:
-                plain.append(f"{name}={copied.tolist()}")
-        return hashlib.blake2b("\n".join(plain).encode(errors="surrogatepass"), digest_size=6).hexdigest()
+                plain[way] = repr(copied.tolist())
+        return plain
 
     def containers(self) -> dict[str, Any]:
         """Lists, deques, dicts, sets, strings, tuples and tensors that are held, by the way that leads there."""

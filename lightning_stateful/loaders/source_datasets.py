@@ -17,6 +17,7 @@ from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.packing.plan import SequenceOrder
 from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
+from lightning_stateful.samplers.fingerprint import digest as fingerprint
 
 Collate = Callable[[list[Any]], Any]
 
@@ -172,23 +173,29 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(dataset, ConcatDataset) or len(dataset.datasets) != len(lengths):
         return {**config, "dataset": described_with_content(dataset)}
-    sources, fingerprints, contents = {}, {}, {}
+    sources, fingerprints, contents, packings = {}, {}, {}, {}
     for (name, length), part in zip(lengths.items(), dataset.datasets, strict=True):
         if len(part) != length:  # type: ignore[arg-type]  # ConcatDataset has asked for their lengths
             raise ConfigurationError(
                 f"Source {name!r} has {length} samples, and the dataset in its place {len(part)}. "  # type: ignore[arg-type]  # as above
                 "Concatenate the datasets in the order of the sources."
             )
-        described, fingerprint = without_fingerprint(describe_dataset(part))
-        if fingerprint is not None:
-            fingerprints[name] = fingerprint
+        described, of_library = without_fingerprint(describe_dataset(part))
+        if of_library is not None:
+            fingerprints[name] = of_library
         if content := content_of(part):
             contents[name] = content
+        if isinstance(part, PackedDataset):
+            packings[name] = part.packing.config()
+            # Their settings stand beside the sources, to be named one by one.
+            described["packed"] = fingerprint({k: v for k, v in part.order.config().items() if k != "packing"})
         # Short, because a state lists every source: the length, and a digest of all else.
         more = json.dumps({key: value for key, value in described.items() if key != "length"}, sort_keys=True)
         digest = hashlib.blake2b(more.encode(), digest_size=3).hexdigest()
         sources[name] = length if more == "{}" else f"{length} {digest}"
-    more_of_all = {"fingerprint": fingerprints, "dataset.content": contents}
+    settings = list(packings.values())
+    packing = settings[0] if len(settings) == len(sources) and settings.count(settings[0]) == len(sources) else packings
+    more_of_all = {"fingerprint": fingerprints, "dataset.content": contents, "packing": packing}
     return {**config, "sources": sources, **{name: more for name, more in more_of_all.items() if more}}
 
 

@@ -22,6 +22,7 @@ from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gath
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
 from lightning_stateful.shapes import COUNT, check_shape
+from lightning_stateful.state import SOURCES_THAT_COME_OR_GO
 
 # A state of many sources stays short: beyond so many, their draws are told apart by a digest alone.
 _MOST_LISTED = 8
@@ -79,7 +80,6 @@ class MixtureOrder:
     schedule: DrawSchedule | None = None
     version: ClassVar[int] = 1
     details_shape: ClassVar = {"served": {str: COUNT}, "batches": COUNT, "planned": _PLANNED}
-    harmless: ClassVar = ("weights", "stop", "batch_size", "by", "block", "in_turn", "sources")
 
     def __post_init__(self) -> None:
         if self.num_steps is None:
@@ -105,6 +105,12 @@ class MixtureOrder:
                         f"Source {name!r} has {length} samples, fewer than a batch of {size}; with drop_last=True it "
                         "would never be served. Give it a smaller batch size, or pass drop_last=False."
                     )
+
+    @property
+    def harmless(self) -> tuple[str, ...]:
+        """Names of differences that it goes on with exactly; a shuffled source of another length has another order."""
+        of_sources = SOURCES_THAT_COME_OR_GO if self.shuffle else "sources"
+        return "weights", "stop", "batch_size", "by", "block", "in_turn", of_sources
 
     @property
     def kind(self) -> str:

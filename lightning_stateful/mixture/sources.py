@@ -86,7 +86,9 @@ class Sources:
             before, samples = _length(saved.get(name, length)), served.get(name, 0)
             # Where a pass has just been served whole, what has come to the source since is still to be served.
             passes = max(samples - 1, 0) // before
-            kept.append(passes * length + min(samples - passes * before, length))
+            rest = samples - passes * before
+            # Of documents that are packed otherwise, the same share of the pass.
+            kept.append(passes * length + min(rest * length // before if name in self.by_pass else rest, length))
         return kept
 
     def take(self, numbers: Indices, offsets: Indices, sizes: Indices, seed: tuple[Label, ...] | None) -> Indices:

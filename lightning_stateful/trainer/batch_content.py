@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,13 +15,16 @@ from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.state import is_accepted, value_at
+from lightning_stateful.state import differences, is_accepted, value_at, walk
+from lightning_stateful.trainer.dataset_settings import DatasetSettings
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import epoch_set_to
 from lightning_stateful.trainer.ranks import gathered
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 PATH = "dataset.content"
+# Batches from one whose content is noted to the next.
+_NOTED_EVERY = 100
 
 
 class BatchContent:
@@ -32,6 +37,9 @@ class BatchContent:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
         ``"ranks"`` and ``"rank"``), its size and seed, the digest of its content, and one of the dataset's
         settings where it had changed them.
+
+    Attributes:
+        settings: Attributes of the datasets that hooks set.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
@@ -44,6 +52,7 @@ class BatchContent:
         # Of the datasets as they were built.
         self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
+        self.settings = DatasetSettings(self._map_style)
 
     @property
     def is_map_style(self) -> bool:
@@ -51,7 +60,7 @@ class BatchContent:
         return len(self._map_style) == self._num_loaders
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
-        """Digest a batch that is about to be handed over, if its turn has come.
+        """Digest a batch that is about to be handed over, if it is a hundredth one.
 
         Args:
             path: The loader's.
@@ -60,7 +69,8 @@ class BatchContent:
             batch: The batch.
             at: Its epoch and number, for people.
         """
-        if path not in self._loaders:
+        self.settings.note_read(path)
+        if path not in self._loaders or step % _NOTED_EVERY:
             return
         loader = self._loaders[path]
         topology = loader.topology
@@ -79,6 +89,40 @@ class BatchContent:
             "settings": self._changed_settings(path),
             **content,
         }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {"content": deepcopy(self.latest), "dataset_settings": self.settings.state()}
+
+    def expect(
+        self,
+        trainer: pl.Trainer,
+        saved: Mapping[str, Any],
+        states: tuple[Mapping[str, Any] | None, Callable[[], Mapping[str, Any]]],
+        accept: Collection[str],
+        at: tuple[int, int],
+    ) -> Callable[[], None] | None:
+        """Take a checkpoint's state.
+
+        Args:
+            trainer: The trainer.
+            saved: The callback's state in the checkpoint.
+            states: The data's state in it, None if there is none, and a function that gives it as it is here.
+            accept: Names of differences to let pass.
+            at: The epoch and step that the run goes on at.
+
+        Returns:
+            Compares batches by :meth:`compare`, to be called before the first one is read; None if there is nothing
+            to compare.
+        """
+        content, (state, present), (epoch, step) = saved.get("content"), states, at
+        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=step > 0)
+        if state is None or not (content or self.is_map_style):
+            return None
+        content = content if isinstance(content, Mapping) else {}
+        self.latest = {path: dict(of) for path, of in content.items()}
+        is_changed = bool(differences(state, present(), fingerprints=False))
+        return partial(self.compare, trainer, content, accept, None if is_changed else dict(walk(state)), epoch)
 
     def compare(
         self,

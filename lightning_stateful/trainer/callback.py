@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -218,6 +217,7 @@ class StatefulDataCallback(pl.Callback):
         if averaged:
             warn_of_unusable_weights()
         asked_for = {"tokens": self._tokens.state(self._loaders, progress), "ledger": self.settings.ledger.start}
+        asked_for |= {"content": {}} if self._loaders is None else self._loaders.content.state()
         return {
             "version": VERSION,
             "restored": self._restored(),
@@ -229,7 +229,6 @@ class StatefulDataCallback(pl.Callback):
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
             "data": self._data_state_at(progress) if module is None else None,
             "written": self._note_of_run(),
-            "content": {} if self._loaders is None else deepcopy(self._loaders.content.latest),
             **{name: value for name, value in asked_for.items() if value},
         }
 
@@ -354,7 +353,7 @@ class StatefulDataCallback(pl.Callback):
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, self.settings.accept)
-            loaders.expect(saved.get("content"), state)
+            loaders.expect(saved, state)
         self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted

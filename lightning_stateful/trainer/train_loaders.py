@@ -20,7 +20,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.samplers.tracker import TrackedLoader
-from lightning_stateful.state import accepted_names, differences, walk, warning_of_unknown
+from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
@@ -44,9 +44,6 @@ from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
-
-# Batches from one whose content is noted to the next.
-_NOTED_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,25 +209,22 @@ class TrainLoaders:
         discard_training_loaders(trainer)
         return loaders, progress
 
-    def expect(self, content: Any, state: Mapping[str, Any] | None) -> None:
+    def expect(self, saved: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         """Compare batches of a checkpoint with what is read in their place, before the first one is trained on.
 
         Args:
-            content: The content of batches in the checkpoint.
+            saved: The callback's state in it.
             state: The data's state in it.
         """
-        if not self._settings.check_content or state is None or not (content or self.content.is_map_style):
-            return
-        content = content if isinstance(content, Mapping) else {}
-        self.content.latest = {path: dict(of) for path, of in content.items()}
-        epoch, step = self._next_step()
-        is_changed = bool(differences(state, self.combined.state_at(epoch, step), fingerprints=False))
-        states = None if is_changed else dict(walk(state))
-        self._compare = partial(self.content.compare, self._trainer, content, self._settings.accept, states, epoch)
+        if self._settings.check_content:
+            epoch, step = self._next_step()
+            states, accept = (state, partial(self.combined.state_at, epoch, step)), self._settings.accept
+            self._compare = self.content.expect(self._trainer, saved, states, accept, (epoch, step))
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
         self._training_began = True
+        self.content.settings.note_early_workers()
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""
@@ -372,7 +366,7 @@ class TrainLoaders:
         return is_fresh and has_workers and self._next_step() == (0, 0)
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
-        if self._notes_content and step % _NOTED_EVERY == 0:
+        if self._notes_content:
             self.content.note(path, plan, step, batch, self._next_step())
         if self._ledger.is_on:
             loader = self.combined.loaders[path]
@@ -401,6 +395,8 @@ class TrainLoaders:
         if self._training_began and self._compare is not None:
             compare, self._compare = self._compare, None
             compare()
+        if self._notes_content:
+            self.content.settings.note_begin(path)
         self._warn_of_changed_arguments(path)
         epoch, step = self._next_step()
         self._first_steps[path] = step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,20 @@ def test_another_packing_is_accepted_by_its_name_and_goes_on_behind_as_many_toke
     skipped = len(accepted.packed(accepted.train)) - len(batches(rest.ledger, 0))
     assert skipped == 32 * 12 // packing.sequence_length
     assert set(samples(rest.ledger, 1)) - {9} == set(tokens_of())
+
+
+def test_another_packing_of_a_mixture_is_named_and_accepted_as_that_of_one_dataset(tmp_path: Path) -> None:
+    def make(length: int, accept: tuple[str, ...] = ()) -> Any:
+        return partial(mixed, "split", packing=Packing(length), accept=accept)
+
+    path = tmp_path / "stop.ckpt"
+    stopped(path, make(12), batch=3)
+    for accept in ((), ("sources",)):
+        with pytest.raises(StateMismatchError) as caught:
+            train(make(16, accept), ckpt_path=path)
+        assert [difference.path for difference in caught.value.differences] == ["packing.sequence_length"]
+    with pytest.warns(StatefulWarning, match="within epoch 0, goes on with another packing.sequence_length"):
+        train(make(16, ("packing",)), ckpt_path=path, max_epochs=1)
 
 
 def test_what_cannot_be_packed_is_refused_before_the_first_step() -> None:

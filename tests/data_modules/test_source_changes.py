@@ -10,7 +10,7 @@ from support.ledger import LedgerModel, Numbers, samples, trained
 from support.runs import Outcome, assert_resumes, seeded, stopped, train
 from support.sources import EVERY_SAMPLE, LENGTHS, datasets, mixture, round_robin, samples_of
 
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 OTHER_SOURCES = {"code": Numbers(14, first=100), "talk": Numbers(5, first=300), "news": Numbers(9)}
 TALK = list(range(300, 305))
@@ -111,6 +111,7 @@ def test_a_source_with_a_batch_size_of_its_own_may_leave(tmp_path: Path) -> None
     assert sorted(served) == [index for index in EVERY_SAMPLE if index < 200]
 
 
+@pytest.mark.filterwarnings("ignore:.*goes on with another sources.web.*")
 @pytest.mark.parametrize("lengths", [{"news": 4, "code": 4}, {"news": 4, "code": 4, "web": 4}])
 def test_where_an_accepted_change_leaves_nothing_of_the_epoch_the_next_one_begins(
     tmp_path: Path, lengths: dict[str, int]
@@ -123,6 +124,17 @@ def test_where_an_accepted_change_leaves_nothing_of_the_epoch_the_next_one_begin
     second = resumed(make(**lengths), tmp_path / "stop.ckpt", max_epochs=2)
     assert {event[1] for event in trained(second.ledger)} == {1}
     assert len(samples(second.ledger)) == sum(lengths.values())
+
+
+def test_an_accepted_source_that_is_another_one_is_warned_of_where_its_passes_are_shuffled(tmp_path: Path) -> None:
+    def make(length: int, **options: Any) -> Any:
+        return lambda: mixture(train=datasets(news=8, code=length), val=None, accept=("sources",), **options)
+
+    with pytest.warns(StatefulWarning, match=r"within epoch 0, goes on with another sources\.code, as was accepted"):
+        stopped(tmp_path / "stop.ckpt", make(12), batch=1)
+        resumed(make(14), tmp_path / "stop.ckpt", max_epochs=1)
+    stopped(tmp_path / "stop.ckpt", make(12, shuffle=False), batch=1)
+    resumed(make(14, shuffle=False), tmp_path / "stop.ckpt", max_epochs=1)
 
 
 @pytest.mark.parametrize("how", ["reloading", "fitting again"])

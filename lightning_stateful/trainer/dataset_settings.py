@@ -1,0 +1,118 @@
+"""Notes attributes of datasets that hooks set in training, and warns of a resume that does not set them again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+
+# Attributes in a checkpoint, and characters of each one's value.
+_MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
+
+
+class DatasetSettings:
+    """Numbers and strings among the attributes of map-style datasets that something else than reading has set.
+
+    A hook that makes samples harder with every batch sets one, for example. Attributes that change while the first
+    batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
+
+    Args:
+        loaders: The loaders, by path.
+
+    State:
+        By path and attribute: the value, and the value when the latest pass began.
+    """
+
+    def __init__(self, loaders: Mapping[str, StatefulLoader]) -> None:
+        self._loaders = loaders
+        self._built = {path: _attributes(loader) for path, loader in loaders.items()}
+        # When the latest pass began, or that in which persistent workers were started.
+        self._at_begin = dict(self._built)
+        # Between the beginning of a pass and the first batch that was read of it.
+        self._reading: dict[str, dict[str, str]] = {}
+        self._changed_by_reading: dict[str, set[str]] = {path: set() for path in loaders}
+        # What a checkpoint has, and whether training goes on within an epoch.
+        self._expected: Mapping[str, Mapping[str, Any]] = {}
+        self._is_within_epoch = False
+
+    def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
+        """Compare with a checkpoint when the first pass begins.
+
+        Args:
+            saved: The state in it.
+            is_within_epoch: Whether training goes on within an epoch.
+        """
+        self._expected, self._is_within_epoch = saved, is_within_epoch
+
+    def note_begin(self, path: str) -> None:
+        """A pass over a loader begins.
+
+        Warns:
+            StatefulWarning: An attribute is not what it was in the run that wrote the checkpoint.
+        """
+        if path not in self._loaders:
+            return
+        loader, now = self._loaders[path], _attributes(self._loaders[path])
+        self._warn(path, now)
+        if not (loader.num_workers and loader.persistent_workers and loader._iterator is not None):
+            self._at_begin[path] = now
+        self._reading[path] = now
+
+    def note_read(self, path: str) -> None:
+        """The first batch of a pass has been read, and no hook was called since :meth:`note_begin`."""
+        if (before := self._reading.pop(path, None)) is not None:
+            self._changed_by_reading[path] |= _changed(before, _attributes(self._loaders[path]))
+
+    def note_early_workers(self) -> None:
+        """Training begins; workers of its first epoch may have been started before."""
+        for path in list(self._reading):
+            self.note_read(path)
+
+    def state(self) -> dict[str, dict[str, list[str]]]:
+        """See above; empty where nothing was set."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for path, loader in self._loaders.items():
+            built, began, now = self._built[path], self._at_begin[path], _attributes(loader)
+            names = sorted((_changed(built, now) | _changed(built, began)) - self._changed_by_reading[path])
+            if names:
+                found[path] = {name: [now.get(name, ""), began.get(name, "")] for name in names[:_MOST_ATTRIBUTES]}
+        return found
+
+    def _warn(self, path: str, now: Mapping[str, str]) -> None:
+        expected = self._expected.get(path, {})
+        self._expected = {other: of for other, of in self._expected.items() if other != path}
+        loader, built, wrong = self._loaders[path], self._built[path], []
+        # Workers have copies from when their pass began, also of what was set later.
+        in_workers = self._is_within_epoch and loader.num_workers > 0
+        for name, (latest, began) in expected.items():
+            saved, present = began if in_workers else latest, now.get(name, "")
+            if present != saved and (in_workers or present == built.get(name, "")):
+                wrong.append(f"{name} was {saved or 'missing'} and is {present or 'missing'}")
+        if not wrong:
+            return
+        copies = " when the workers of this epoch were started" if in_workers else ""
+        rank_zero_warn(
+            f"Attributes of the dataset, a {type(loader.dataset).__qualname__}, were changed in training by something "
+            f"else than reading, as a hook does, in the run that wrote the checkpoint, and are others here{copies}: "
+            f"{'; '.join(wrong)}. If samples depend on them, the resume is not exact. Set them again before the first "
+            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            category=StatefulWarning,
+        )
+
+
+def _attributes(loader: StatefulLoader) -> dict[str, str]:
+    found = {}
+    for name, value in HeldState(loader.dataset, containers=False).plain().items():
+        long = len(value) > _MOST_CHARACTERS
+        found[name] = hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=6).hexdigest() if long else value
+    return found
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}

@@ -1,0 +1,103 @@
+"""Attributes of a dataset that hooks set while training goes on, and what a resume says of them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+BATCHES = 8
+WARNED = "Attributes of the dataset, a Levels, were changed in training"
+
+
+class Levels(Dataset[torch.Tensor]):
+    """Samples that follow from an attribute; others change whenever a sample is read."""
+
+    def __init__(self) -> None:
+        self.level = self.reads = 0
+        self.told = -1
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.full((32,), index + 1000.0 * self.level)
+
+
+class Raises(pl.Callback):
+    """Sets the attribute in a hook; writes down what was trained on, and saves in the middle of the second epoch."""
+
+    def __init__(self, dataset: Levels, hook: str, restored: str, path: Path) -> None:
+        self.dataset, self.restored, self.path = dataset, restored, path
+        self.trained: list[list[float]] = []
+        setattr(self, hook, self.raised)
+
+    def raised(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.dataset.level = 1 + trainer.global_step // 3
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.restored:
+            first = trainer.global_step if self.restored == "as it is" else BATCHES
+            self.dataset.level = 1 + first // 3
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+        if len(self.trained) == BATCHES + 5 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(folder: Path, hook: str, restored: str = "", *, resumed: bool = False, workers: int = 0) -> list[list[float]]:
+    dataset = Levels()
+    callback = Raises(dataset, hook, restored if resumed else "", folder / "middle.ckpt")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[callback, StatefulDataCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers)
+    trainer.fit(BoringModel(), loader, ckpt_path=folder / "middle.ckpt" if resumed else None)
+    return callback.trained
+
+
+@pytest.mark.parametrize(
+    ("hook", "workers", "restored", "warned"),
+    [
+        ("on_train_batch_end", 0, "", "level was 5 and is 0"),
+        ("on_train_batch_end", 0, "as it is", ""),
+        # Workers of the epoch were started before its batches raised the level.
+        ("on_train_batch_end", 1, "as it is", "the workers of this epoch were started: level was 3 and is 5"),
+        ("on_train_batch_end", 1, "as it began", ""),
+        # Lightning calls it no second time for an epoch that is resumed.
+        ("on_train_epoch_start", 0, "", "level was 3 and is 0"),
+        ("on_train_epoch_start", 1, "as it began", ""),
+        ("on_validation_end", 0, "", "level was 3 and is 0"),
+        ("on_fit_end", 0, "", ""),
+    ],
+)
+def test_a_resume_is_exact_or_says_which_attribute_is_not_set_again(
+    tmp_path: Path, hook: str, workers: int, restored: str, warned: str
+) -> None:
+    whole = fit(tmp_path, hook, workers=workers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = fit(tmp_path, hook, restored, resumed=True, workers=workers)
+    said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    assert (resumed == whole[BATCHES + 4 :]) == (not warned)
+    assert [WARNED in one and warned in one for one in said] == [True] * bool(warned), said
