@@ -1,4 +1,6 @@
-"""The contract of everything with a state, for the tests of your own samplers and loaders.
+"""Tests of your own data: of a whole data module in real processes, and of samplers and loaders by their contract.
+
+:func:`verify_datamodule` trains on a data module, stops, resumes, and compares every sample.
 
 An object that resumes exactly has ``state_dict()``, ``load_state_dict(state)`` and ``__iter__``, and obeys eight laws
 (:data:`LAWS`). With pytest, subclass :class:`ResumeContract`; each law is also a function of its own that raises
@@ -25,6 +27,8 @@ from lightning_stateful.audit.laws import (
 )
 from lightning_stateful.audit.runner import ContractError, Recorder, Stops
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.verify.result import Verification
+from lightning_stateful.verify.trials import verify
 
 __all__ = [
     "LAWS",
@@ -40,7 +44,39 @@ __all__ = [
     "check_steady",
     "check_suffix",
     "read_settings",
+    "verify_datamodule",
 ]
+
+
+def verify_datamodule(factory: Any = None, *, allow_refused: bool = False, **options: Any) -> Verification:
+    """Train on a data module in new processes, stop, resume, and compare every sample.
+
+    Args:
+        factory: A function or class at the level of a module, or ``"package.module:name"``: what makes, or is, a
+            LightningDataModule, a LightningModule with loaders, or a DataLoader.
+        allow_refused: Let pass what is refused by name, as other numbers of ranks of a dataset that divides itself.
+        **options: ``devices``, ``workers``, ``config``, ``seed`` and so on, as of
+            :func:`~lightning_stateful.verify.trials.verify`.
+
+    Returns:
+        What was tried.
+
+    Raises:
+        AssertionError: A batch differs, or a resume was refused; with the first difference and its cause.
+        ConfigurationError: An argument is wrong, or the data cannot be trained on at all.
+
+    Example:
+        ::
+
+            from lightning_stateful.testing import verify_datamodule
+
+            def test_my_data_resume_exactly():
+                verify_datamodule("my_project.data:make_datamodule", devices=(1, 2), workers=(0, 2))
+    """
+    found = verify(factory, **options)
+    if found.faults or (found.refused and not allow_refused):
+        raise AssertionError(f"\n{found}")
+    return found
 
 
 class ResumeContract:

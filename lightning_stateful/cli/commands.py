@@ -13,6 +13,7 @@ import click
 from lightning_stateful.cli.comparison import compared, comparison_in_words
 from lightning_stateful.cli.flags import Command, as_json, in_flags, numbers_or_name
 from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refusing_odd_states
+from lightning_stateful.cli.verify_command import verify
 from lightning_stateful.cli.words import described, error_in_words, in_words, printable, rest_in_words
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulError, StatefulWarning
 
@@ -46,6 +47,9 @@ def group(context: click.Context) -> int:
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)
     return CANNOT
+
+
+group.add_command(verify)
 
 
 def run(arguments: Sequence[str] | None) -> int:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import reprlib
-import sys
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, DataLoader
@@ -26,7 +22,7 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
-from lightning_stateful.loaders.patching import build_patched, drawn_key, is_iterable
+from lightning_stateful.loaders.patching import build_patched, drawn_key
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
@@ -34,6 +30,7 @@ from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings, name_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+from lightning_stateful.verify.factory import made_by
 
 # seed_everything's, which loaders without a seed of their own take.
 _SEED = "PL_GLOBAL_SEED"
@@ -89,14 +86,14 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
         ConfigurationError: The factory cannot be found, or fails.
         StatefulError: The loaders cannot be resumed at all.
     """
-    made, settings = _made_by(factory), Settings()
+    made, settings = made_by(factory), Settings()
     holds_state = bool(getattr(made, "holds_data_state", False))
     if holds_state:
         settings = made._settings
         if settings.seed is not None and os.environ.get(_SEED, "").startswith(_SAVED):
             # The saved seed is the module's own; what it holds has the default of a Trainer, maybe since it was made.
             del os.environ[_SEED]
-            made = _made_by(factory)
+            made = made_by(factory)
             settings = made._settings
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
     structure = Structure.of(_loaders_of(made, factory))
@@ -121,35 +118,6 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
     name = type(made).__qualname__ if holds_state else None
     return UsersData(combined, seed_or_default(settings.seed), name, accepted)
-
-
-def _made_by(factory: str) -> Any:
-    """Call a factory."""
-    module, _, name = factory.partition(":")
-    if not name:
-        raise ConfigurationError(f"{factory!r} names no factory: write package.module:function.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        is_data = isinstance(found, (DataLoader, dict, list)) or (
-            hasattr(found, "train_dataloader") and not isinstance(found, type)
-        )
-        made = found if is_data or not callable(found) else found()
-    except StatefulError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{factory} cannot be made: {type(error).__name__}: {error}") from error
-    if isinstance(made, (str, bytes)) or not (hasattr(made, "train_dataloader") or is_iterable(made)):
-        given = "is" if made is found else "returns"
-        raise ConfigurationError(
-            f"{factory} {given} {reprlib.repr(made)}, and a data module, a LightningModule with loaders, or a "
-            "DataLoader or a list or dict of them is needed."
-        )
-    return made
 
 
 def _loaders_of(made: Any, factory: str) -> Any:
