@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ ORDERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def steps_of(plan: Any, ranks: int) -> list[list[int]]:
-    """The samples of every step, over all ranks."""
-    batches = [[list(batch) for _, batch in plan.batches(rank)] for rank in range(ranks)]
+def steps_of(plan: Any, ranks: int, most: int | None = None) -> list[list[int]]:
+    """The samples of every step, or of the first of them, over all ranks."""
+    batches = [[list(batch) for _, batch in islice(plan.batches(rank), most)] for rank in range(ranks)]
     return [sorted(index for batch in step for index in batch) for step in zip(*batches, strict=True)]
 
 
@@ -78,7 +79,7 @@ def resumed(make: Callable[[int], Any], history: list[tuple[int, int]], last: in
             progress = order.convert(progress, json.loads(json.dumps(before.config())))
         plan = order.plan(epoch, ranks, progress)
         taken = min(taken, plan.num_steps)
-        steps += steps_of(plan, ranks)[:taken]
+        steps += steps_of(plan, ranks, taken)
         progress = Progress.from_dict(json.loads(json.dumps(plan.progress_after(taken).to_dict())))
         before = order
     return steps
