@@ -66,7 +66,8 @@ def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_
     ("name", "num_workers"),
     [
         *((name, 0) for name in KINDS if isinstance(KINDS[name], type) and name != "LeavesOut"),
-        *((name, 1) for name in ("MultiEpochs", "ReadsAhead")),
+        ("MultiEpochs", 1),
+        pytest.param("ReadsAhead", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_resumes_at_every_batch(name: str, num_workers: int) -> None:
