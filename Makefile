@@ -5,6 +5,9 @@ STAMP := .venv/.installed
 DOCS := .venv/.installed-docs
 # Each test process gets one thread; two processes share the work.
 export OMP_NUM_THREADS ?= 1
+# In few large pages the memory of a test process, which is forked for each worker, is copied within a moment.
+export PYTHONMALLOC ?= malloc
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # pytest keeps the test files as it has rewritten them, whatever is set here; each process needs all of them.
 unexport PYTHONDONTWRITEBYTECODE
 

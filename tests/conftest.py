@@ -40,6 +40,8 @@ def pytest_collection_finish() -> None:
 # Files that take longest, first of all: two processes share the files, and so end together.
 _LONGEST = (
     "trainer/test_streams_ddp",
+    "test_packed_module",
+    "test_model_parallel",
     "trainer/test_samplers_ddp",
     "test_contract",
     "test_hugging_face_nodes",
@@ -48,6 +50,9 @@ _LONGEST = (
     "test_stream_elastic",
     "test_stream_moments",
     "test_killed_ddp",
+    "test_packing",
+    "test_mixed_streams",
+    "test_packed_streams_ddp",
     "test_ddp_data",
     "test_iterable_epochs",
     "test_buckets_ddp",
@@ -72,6 +77,13 @@ _LONGEST = (
     "cli/test_on_ranks",
     "test_samplers_that_change",
     "test_epoch_averages",
+    "test_harm",
+    "test_harm_own",
+    "test_lhotse",
+    "test_data_logs",
+    "test_iterables",
+    "test_stream_module",
+    "trainer/test_ledger",
 )
 
 

@@ -82,6 +82,9 @@ def test_every_loader_of_streams_obeys_every_law(name: str, law: str) -> None:
             "settings": settings_of,
             "stops": "spread",
         }
+    elif law == "fresh" and name == "mixed, in a cycle":
+        # Its epochs are the longest, and each stop is read to the end in workers.
+        options = {"stops": "spread"}
     LAWS[law](RECORDERS[name], **options)
 
 

@@ -88,6 +88,10 @@ SLOW = (
     "linear schedule",
     "by sample",
     "round robin, steps",
+    "schedule",
+    # Epochs that are cut, or end, in steps and by tokens.
+    "limited",
+    "the last batch, round robin",
 )
 
 

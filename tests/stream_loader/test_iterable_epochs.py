@@ -13,15 +13,14 @@ from support.iterable_cases import (
     Counts,
     CountsAtEnd,
     CountsWithState,
-    EndlessTokens,
-    Ends,
-    GoesOn,
+    GoesOnWithState,
     Itself,
+    ItselfWithState,
     Numbers,
-    Sized,
+    OnIterator,
+    Tokens,
     Told,
     ToldWithState,
-    Two,
 )
 from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
 from torch.utils.data import DataLoader
@@ -37,14 +36,17 @@ WORKERS: dict[str, dict[str, Any]] = {
     "persistent workers": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
 }
 # In workers, others keep as much from pass to pass; without any, all kinds are quick.
-SLOW = (Numbers, Two, GoesOn, Ends, Told, Itself, CountsWithState, EndlessTokens, Sized)
+IN_WORKERS = {
+    "fresh workers": (CountsAtEnd, ToldWithState, ItselfWithState, Tokens),
+    "persistent workers": (Counts, CountsAtEnd, GoesOnWithState, OnIterator),
+}
 CASES = [
     pytest.param(
         kind,
         workers,
         limit,
         id=f"{kind.__name__}-{workers}-{limit}",
-        marks=pytest.mark.slow if kind in SLOW and workers != "no workers" else (),
+        marks=pytest.mark.slow if kind not in IN_WORKERS.get(workers, KINDS) else (),
     )
     for kind in KINDS
     for workers in WORKERS

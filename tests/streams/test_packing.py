@@ -298,7 +298,7 @@ def test_passes_follow_one_another_and_lose_nothing(how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["split", "whole"])
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "workers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (3, 1)])
 def test_on_the_same_ranks_every_sequence_is_the_same(how: Any, ranks: int, workers: int) -> None:
     # Lengths are drawn; what is left out before is counted.
     config = config_of([80, 9, 40, 80, 33], Packing(24, how=how), drawn_document)

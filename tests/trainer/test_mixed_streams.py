@@ -78,7 +78,7 @@ def test_a_schedule_goes_by_steps_of_training_and_counts_are_those_of_what_was_s
 ) -> None:
     make = partial(by_schedule, **workers)
     moments = [("on_train_batch_end", 0, 5), ("on_before_backward", 0, 12), ("on_train_batch_end", 1, 6)]
-    run = assert_goes_on_from_every_moment(tmp_path, make, moments, max_epochs=3)
+    run = assert_goes_on_from_every_moment(tmp_path, make, moments[2:] if workers else moments, max_epochs=3)
     steps = batches(run.ledger)
     # Behind the end of the first pass, one worker may be over before the other.
     assert_shares(steps[:22] if workers else steps)

@@ -97,7 +97,8 @@ def takes_over(folder: Path) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize("number", TAKES_OVER)
+# As many processes go on in the test above.
+@pytest.mark.parametrize("number", [pytest.param(4, marks=pytest.mark.slow), 2, 1])
 def test_other_ranks_take_over_what_is_left(folder: Path, ranks: Ranks, number: int) -> None:
     first = ranks.of(hands_over)[::2]
     taken = (ranks if number == 4 else Ranks(number, folder / str(number))).of(takes_over)

@@ -100,6 +100,8 @@ def test_two_ranks_one_and_two_with_workers_serve_every_token_of_two_passes_once
     assert second == Counter(every) + left
 
 
+# Two ranks and one change their workers above, and one process its own at every step in test_stream_elastic.
+@pytest.mark.slow
 def test_chains_of_other_numbers_of_workers_serve_every_token_of_each_pass_once(tmp_path: Path) -> None:
     legs = [leg(tmp_path, number, tmp_path, OF_WORKERS) for number in range(len(OF_WORKERS))]
     for how in PACKINGS:

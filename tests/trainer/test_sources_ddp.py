@@ -59,7 +59,8 @@ def assert_logs_what_was_served(name: str, runs: list[dict[str, Any]], before: l
             assert values[f"{source}/share"] == pytest.approx(count / len(samples(counted)))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Ranks share samples by the rule of batches; tests of one process and of other numbers of ranks have them too.
+@pytest.mark.parametrize("name", thinned(CONFIGS, ["by sample"]))
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_every_rank_which_log_what_both_were_served(
     ranks: Ranks, name: str
 ) -> None:

@@ -91,7 +91,7 @@ def chain(folder: Path, kind: str) -> list[Link]:
     return chain_of(partial(MODULES[kind], files(folder)), folder, STOPS)
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, ["chunks", "batched map", "cycle"]))
+@pytest.mark.parametrize("kind", thinned(KINDS, ["chunks", "batched map", "cycle", "tokens", "packed whole"]))
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_ranks_which_lose_nothing(ranks: Ranks, kind: str) -> None:
     runs = assert_chains(ranks.of(chain, kind))
     every = every_sample_of(kind)
@@ -193,7 +193,10 @@ def schedule(folder: Path, name: str) -> list[Link]:
 
 # Those of one process, in test_stream_moments, stop in the others too.
 @pytest.mark.parametrize(
-    "name", thinned(SCHEDULES, ["loaders made anew", "long accumulation", "long epochs", "short epochs"])
+    "name",
+    thinned(
+        SCHEDULES, ["loaders made anew", "long accumulation", "long epochs", "short epochs", "iterables with a state"]
+    ),
 )
 def test_a_run_of_any_schedule_goes_on_exactly_on_every_rank_and_loses_nothing(ranks: Ranks, name: str) -> None:
     runs = assert_chains(ranks.of(schedule, name))
@@ -223,7 +226,7 @@ def evaluated(folder: Path, kind: str) -> list[Any]:
     return [*model.ledger, *validating.ledger]
 
 
-@pytest.mark.parametrize("kind", ["one chunk", "parquet", "mixed"])
+@pytest.mark.parametrize("kind", thinned(["one chunk", "parquet", "mixed"], ["parquet"]))
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: Ranks, kind: str) -> None:
     of_kind = {"one chunk": list(range(VAL_FIRST, VAL_FIRST + 4)), "mixed": [*VAL_SAMPLES, *range(600, 605)]}
     expected, ledgers = of_kind.get(kind, VAL_SAMPLES), ranks.of(evaluated, kind)

@@ -11,6 +11,7 @@ import pytest
 from support import own_iterations as own
 from support.ddp_runs import Link, assert_chains, chain_of
 from support.ledger import Numbers, trained
+from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
 from torch.utils.data import DataLoader, Sampler
@@ -54,7 +55,11 @@ def ids(run: Any) -> list[Any]:
     return [event[-1] for event in trained(run.ledger)]
 
 
-@pytest.mark.parametrize("name", KINDS)
+# A loop without a Trainer resumes these, too, at every batch.
+SLOW = ("TwiceAsLong", "Twice", "Pairs", "ByNumber", "InBackground")
+
+
+@pytest.mark.parametrize("name", thinned(KINDS, SLOW))
 def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_path: Path, name: str) -> None:
     in_order = partial(made, name, shuffle=False)
     if name != "of a patched one":
@@ -66,7 +71,8 @@ def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_
     ("name", "num_workers"),
     [
         *((name, 0) for name in KINDS if isinstance(KINDS[name], type) and name != "LeavesOut"),
-        *((name, 1) for name in ("MultiEpochs", "ReadsAhead")),
+        ("MultiEpochs", 1),
+        pytest.param("ReadsAhead", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_resumes_at_every_batch(name: str, num_workers: int) -> None:

@@ -142,7 +142,10 @@ SIZES = {
 
 
 # What a loader with a state of its own, or one without an end and with a limit, goes through as well.
-SLOW = ("accumulating", "limited", "counting steps", "endless", "an epoch of two batches", "shuffled in place")
+SLOW = (
+    *("accumulating", "limited", "counting steps", "endless", "an epoch of two batches", "shuffled in place"),
+    *("workers, batches without len", "batches handed on"),
+)
 
 
 @pytest.mark.parametrize("name", thinned(CASES, SLOW))

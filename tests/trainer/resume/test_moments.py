@@ -90,6 +90,8 @@ def cases() -> list[Any]:
             is_slow = number and moments_of(schedule) is MOMENTS and moment not in HARDEST
             # Of the windows, every moment is looked at under one schedule.
             is_slow = is_slow or (schedule == "accumulating 4" and moment not in IN_WINDOWS[1::3])
+            # A share of an epoch is turned into a number of batches.
+            is_slow = is_slow or schedule == "validation twice an epoch"
             found.append(pytest.param(schedule, moment, marks=pytest.mark.slow if is_slow else ()))
     return found
 
