@@ -302,6 +302,8 @@ class StatefulDataCallback(pl.Callback):
         if not isinstance(self._phase, Resumed) or not was_restored:
             self._phase = Interrupted(self._progress(), was_restored)
         self._signals.end(failed=True)
+        # A batch whose hooks have raised may be counted as trained on.
+        self.settings.ledger.save(self._progress().epoch_and_step)
         self.settings.ledger.close()
 
     def _progress(self) -> LoopProgress:

@@ -50,6 +50,8 @@ class LedgerWriter:
         self._file: LedgerFile | None = None
         # Batches that were fetched and not trained on yet, by the path of their loader.
         self._fetched: deque[dict[str, Part]] = deque()
+        # Whether a checkpoint of another rank may have a batch that this one is killed in.
+        self._has_peers = False
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
         self._due: tuple[int, int] | None = None
@@ -96,7 +98,7 @@ class LedgerWriter:
             self._resumed,
             _versions(),
         )
-        self._resumed = None
+        self._resumed, self._has_peers = None, trainer.world_size > 1
         failure = ""
         # Processes that share a data-parallel rank read the same.
         file = self.folder / self.start / f"rank-{topology.rank:05}{_part_of(trainer)}{SUFFIX}"
@@ -155,15 +157,27 @@ class LedgerWriter:
 
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
+        self._take_back()
         parts = self._fetched.popleft() if self._fetched else {}
-        self._begun = Batch(*at, tuple(parts.values()))
+        if not parts:
+            return
+        self._begun = begun = Batch(*at, tuple(parts.values()))
+        self._write(lambda file: file.add(begun))
+        if self._has_peers:
+            # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.
+            self._write(LedgerFile.flush)
 
     def end_batch(self) -> None:
         """The batch has been trained on."""
         begun, self._begun = self._begun, None
-        if begun is not None and begun.parts:
+        if begun is not None:
             self._due = begun.epoch, begun.batch + 1
-            self._write(lambda file: file.add(begun))
+
+    def _take_back(self) -> None:
+        """Write that a batch was begun and not trained on."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._write(lambda file: file.take_back(begun))
 
     def end_epoch(self, at: tuple[int, int], *, is_over: bool) -> None:
         """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
@@ -184,8 +198,9 @@ class LedgerWriter:
 
     def close(self) -> None:
         """Write all that was trained on, and close the file."""
+        self._take_back()
         self._write(LedgerFile.close)
-        self._file = self._begun = self._due = None
+        self._file = self._due = None
         self._fetched.clear()
 
     def _write(self, write: Callable[[LedgerFile], None]) -> None:
