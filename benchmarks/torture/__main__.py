@@ -1,7 +1,7 @@
 """Inflicts faults on runs of every kind of data, and counts what was replayed, lost or hung.
 
-``python -m benchmarks.torture --faults 300 --seed 1``. Runs are made until there were so many faults; each is a chain of
-starts with real processes, and ends with one that nothing happens to.
+``python -m benchmarks.torture --faults 300 --seed 1``. Runs are made until there were so many faults; each is a chain
+of starts with real processes, and ends with one that nothing happens to.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 CLAIM = (
     "Runs of DDP on CPU, of one to three ranks with and without workers, that faults end at moments drawn from a seed, "
-    "and that go on from the newest checkpoint that `lightning-stateful check` lets pass, often on other ranks, workers "
-    "and batch sizes. After each start what the weights were trained on is counted, by what each rank wrote down before "
-    "each step, by the ledger, and by the weights themselves. Replayed and lost are samples or tokens, hung are ranks, "
-    "and refused by name are faults that an error names."
+    "and that go on from the newest checkpoint that `lightning-stateful check` lets pass, often on other ranks, "
+    "workers and batch sizes. After each start what the weights were trained on is counted: by what each rank wrote "
+    "down before each step, by the ledger, and by the weights themselves. Replayed and lost are samples or tokens, "
+    "hung are ranks, and refused by name are faults that an error names."
 )
 
 

@@ -269,7 +269,12 @@ def _distributed(folder: Path, how: How) -> DataLoader[Any]:
     return _loader(dataset, how, sampler=DistributedSampler(dataset, how.ranks, rank, seed=3))
 
 
-_OF_STREAM: dict[str, Any] = {"is_stream": True, "has_shards": True, "has_index": False, "changes": ("ranks", "workers")}
+_OF_STREAM: dict[str, Any] = {
+    "is_stream": True,
+    "has_shards": True,
+    "has_index": False,
+    "changes": ("ranks", "workers"),
+}
 _PINNED: dict[str, Any] = {"num_keys": NUM_DIVIDED, "changes": (), "ranks": (1, 2), "has_index": False}
 _BOTH, _TOKENS = NUM_SAMPLES + NUM_OTHERS, FIRST_TOKENS[-1]
 

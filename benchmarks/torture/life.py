@@ -1,4 +1,4 @@
-"""The life of a run: starts that go wrong, one after the other, as a job script would have it, until the run is over."""
+"""The life of a run: starts that go wrong, one after the other, as a job script makes them, until the run is over."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ class Life:
         is_explained = -signal.SIGKILL in codes if by_signal else fault.name == "SIGTERM" or outcome.named
         if not is_explained:
             said = "\n".join(f"rank {rank}: {log[-1500:]}" for rank, log in enumerate(logs))
-            outcome.found.problems.append(f"start {start.number} ended with {codes} by {fault.name or 'nothing'}:\n{said}")
+            outcome.found.problems.append(
+                f"start {start.number} ended with {codes} by {fault.name or 'nothing'}:\n{said}"
+            )
 
     def _audit(self, start: Start, fault: Fault, outcome: Outcome, ended: bool) -> None:
         is_over = ended and self._is_over()
@@ -194,7 +196,9 @@ class Life:
         for path in self._checkpoints():
             code, said = self._check(path, how)
             if bool(code) is is_whole(path):
-                outcome.found.problems.append(f"{path} is {'' if is_whole(path) else 'not '}whole, and check says: {said}")
+                outcome.found.problems.append(
+                    f"{path} is {'' if is_whole(path) else 'not '}whole, and check says: {said}"
+                )
             if not code:
                 writer = int(path.parent.name)
                 step, problems = compare_weights(self.trail, path, writer)

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
@@ -30,7 +30,6 @@ from lightning_stateful import StatefulDataCallback
 NUM_WEIGHTS = 1 << 15
 # Bytes that a file may have on a full disk: more than lines and the ledger take, fewer than a checkpoint.
 FULL_DISK = 1 << 16
-# Batches that had been handed over before a rank goes wrong are counted by this hook.
 _SERVER = multiprocessing.get_context("forkserver")
 
 
@@ -91,7 +90,7 @@ class Start:
         return self.folder / "checkpoints" / f"{self.number:03}"
 
 
-class Counting(L.LightningModule):
+class Counting(pl.LightningModule):
     """A model whose weights count how often it was trained on each number in each epoch.
 
     The gradient of a number's weight is one for each time it is in a batch, summed over ranks, and the optimizer takes
@@ -105,6 +104,7 @@ class Counting(L.LightningModule):
         self.file = os.open(start.lines(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Write down the batch, and count it."""
         samples = samples_of(batch)
         line = [self.current_epoch, batch_idx, self.global_step, samples]
         os.write(self.file, json.dumps(line).encode() + b"\n")
@@ -114,10 +114,11 @@ class Counting(L.LightningModule):
         return -self.counts[at].sum() * self.trainer.world_size
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Steps of one."""
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-class GoWrong(L.Callback):
+class GoWrong(pl.Callback):
     """Does to this rank what was drawn, once."""
 
     def __init__(self, inside: Inside) -> None:
@@ -125,7 +126,7 @@ class GoWrong(L.Callback):
         if inside.hook != "training_step":
             setattr(self, inside.hook, self.call)
 
-    def call(self, trainer: L.Trainer, *args: Any) -> None:
+    def call(self, trainer: pl.Trainer, *args: Any) -> None:
         """Count a call of the hook."""
         self.calls += 1
         inside = self.inside
@@ -140,7 +141,7 @@ class GoWrong(L.Callback):
         raise RuntimeError(f"torture: in {inside.hook}")
 
 
-class Settle(L.Callback):
+class Settle(pl.Callback):
     """Waits before workers are forked: a fork that meets gloo's threads at work may hang in CPython 3.11."""
 
     def on_train_epoch_start(self, *args: Any) -> None:
@@ -148,7 +149,7 @@ class Settle(L.Callback):
         time.sleep(0.05)
 
 
-def go_wrong(trainer: L.Trainer, hook: str) -> None:
+def go_wrong(trainer: pl.Trainer, hook: str) -> None:
     """Let happen what is to happen in the model."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GoWrong) and callback.inside.hook == hook:
@@ -159,14 +160,17 @@ def train(start: Start) -> None:
     """Train on this rank to the end, or to where something goes wrong."""
     kind, rank = KINDS[start.kind], int(os.environ["RANK"])
     key = {} if kind.has_index else {"ledger_key": keys_of}
+    # Before or behind the package's own callback.
+    wrong, is_first = [GoWrong(start.inside)] if start.inside else [], start.number % 2
     callbacks: list[Any] = [
+        *(wrong if is_first else []),
         StatefulDataCallback(seed=3, ledger=start.folder / "ledger", **key),  # type: ignore[arg-type]
         ModelCheckpoint(start.checkpoints, "{step:06}", every_n_train_steps=start.every, save_top_k=-1),
         *([OnExceptionCheckpoint(start.checkpoints, "exception")] if start.saves_on_exception else []),
-        *([GoWrong(start.inside)] if start.inside else []),
+        *([] if is_first else wrong),
         *([Settle()] if start.how.workers else []),
     ]
-    trainer = L.Trainer(
+    trainer = pl.Trainer(
         accelerator="cpu",
         strategy="ddp" if start.how.ranks > 1 else "auto",
         devices=start.how.ranks,
@@ -177,7 +181,7 @@ def train(start: Start) -> None:
         enable_model_summary=False,
     )
     data = kind.make(start.folder, start.how)
-    keyword = "datamodule" if isinstance(data, L.LightningDataModule) else "train_dataloaders"
+    keyword = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
     trainer.fit(Counting(start, rank), ckpt_path=start.ckpt_path, **{keyword: data})
     trainer.save_checkpoint(start.checkpoints / "end.ckpt")
 

@@ -149,8 +149,8 @@ def refuse_flipped(file: IO[bytes]) -> None:
         raise DamagedStateError(f"it is truncated or damaged: {error}. Take an older checkpoint.") from None
     if damaged is not None:
         raise DamagedStateError(
-            f"it is damaged: the checksum of {damaged} is not that of its bytes. torch loads it without a word. Take an "
-            "older checkpoint."
+            f"it is damaged: the checksum of {damaged} is not that of its bytes. torch would load it without a word. "
+            "Take an older checkpoint."
         )
 
 

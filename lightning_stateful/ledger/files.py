@@ -205,7 +205,8 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
     """
     content = path.read_bytes()
     header, first = read_header(path), content.partition(b"\n")[0]
-    paths, at, batches = list(header.loaders), len(first) + 1, []
+    paths, at = list(header.loaders), len(first) + 1
+    batches: list[Batch] = []
     while at + _FRAME.size <= len(content):
         size, checksum = _FRAME.unpack_from(content, at)
         record = content[at + _FRAME.size : at + _FRAME.size + size]

@@ -217,7 +217,7 @@ class StatefulDataCallback(pl.Callback):
         averaged = other_callbacks.holds_averages(self._trainer)
         if averaged:
             warn_of_unusable_weights()
-        asked_for = {"tokens": self._tokens.state(self._loaders, progress), "ledger": self.settings.ledger.start}
+        asked_for = {"tokens": self._tokens.state(self._loaders, progress), "ledger": self.settings.ledger.state()}
         return {
             "version": VERSION,
             "restored": self._restored(),
@@ -404,7 +404,7 @@ class StatefulDataCallback(pl.Callback):
         note = note_of_run(trainer, self._loaders.combined)
         say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches)
         loop_progress.continue_from(trainer, progress)
-        self.settings.ledger.resumed_from(self.settings.ledger.start, before.epoch_and_step)
+        self.settings.ledger.resumed_from(self.settings.ledger.state(), before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)
 
     # Training

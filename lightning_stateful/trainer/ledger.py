@@ -63,14 +63,21 @@ class LedgerWriter:
         """Whether anything is written."""
         return self.folder is not None
 
-    def resumed_from(self, start: str, at: tuple[int, int]) -> None:
+    def state(self) -> str | dict[str, Any]:
+        """The start that a checkpoint continues: this one or, before it begins, the one that it goes on from."""
+        return self.start if self._resumed is None else dict(self._resumed)
+
+    def resumed_from(self, state: str | dict[str, Any], at: tuple[int, int]) -> None:
         """The next start goes on from a checkpoint that an earlier one wrote before a batch.
 
         Args:
-            start: The name of the earlier start; empty where it wrote no ledger.
+            state: The name of the earlier start, empty where it wrote no ledger; or what :meth:`state` gave.
             at: Epoch and number of that batch, as the earlier start counted.
         """
-        self._resumed = {"start": start, "epoch": at[0], "batch": at[1]} if start else None
+        if isinstance(state, dict):
+            self._resumed = dict(state)
+        else:
+            self._resumed = {"start": state, "epoch": at[0], "batch": at[1]} if state else None
 
     def begin(self, trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], begins: tuple[int, int]) -> None:
         """Begin the file of this start. A collective, where there are several processes.
@@ -84,6 +91,7 @@ class LedgerWriter:
             ConfigurationError: The folder cannot be written, on any rank.
         """
         if self.folder is None:
+            self._resumed = None
             return
         # Names sort by time.
         name = f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S-%f}-{uuid.uuid4().hex[:6]}"

@@ -57,7 +57,7 @@ _PARTS = {
             "workers": {str: object},
         },
     ),
-    "ledger": str,
+    "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
 }
 # Counts of a progress that may be below 0: none, or a validation that is due.

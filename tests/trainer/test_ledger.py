@@ -19,14 +19,15 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ddp_runs import chain_of, on_ranks
 from support.ledger import LedgerModel, Numbers, batches, trained
 from support.ranks import Ranks, start, start_ranks
-from support.runs import Moment, SaveAt, StopAt, numbers_module, quiet_trainer, stopped, train
-from support.stream_runs import EVERY_SAMPLE, chunks
+from support.runs import Moment, SaveAt, SaveOnException, StopAt, numbers_module, quiet_trainer, stopped, train
+from support.stream_runs import EVERY_SAMPLE, chunks, sample
 from support.stream_runs import module as stream_module
+from support.stream_troubles import fail
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.audit import read_ledger
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning
 
 NUM = 22
 
@@ -259,6 +260,29 @@ def test_a_checkpoint_that_a_rank_did_not_live_to_see_has_its_batches_too(tmp_pa
     found = read_ledger(tmp_path / "ledger")
     assert found.findings() == []
     assert set(found.items(0)) == set(range(NUM))
+
+
+def test_a_checkpoint_of_a_start_that_failed_before_its_first_batch_leads_to_the_one_before(tmp_path: Path) -> None:
+    # Of data without a length Lightning reads the first batch before training begins.
+    marker = tmp_path / "marker"
+
+    def read(number: int) -> Any:
+        return fail(marker) if marker.exists() else sample(number)
+
+    def make() -> Any:
+        return stream_module(chunks(transform=read))
+
+    run, path = writing(tmp_path, keys_of), tmp_path / "a.ckpt"
+    stopped(path, make, epoch=0, batch=8, run=run)
+    marker.touch()
+    with pytest.raises(ShardError):
+        run(make, ckpt_path=path, callbacks=[SaveOnException(tmp_path / "b.ckpt")])
+    marker.unlink()
+    run(make, ckpt_path=tmp_path / "b.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert len(found.starts) == 2
+    assert found.findings() == []
+    assert found.items(0) == Counter(EVERY_SAMPLE)
 
 
 def on_a_full_disk(folder: str) -> None:
