@@ -194,7 +194,7 @@ def _compare_ledger(trail: Trail, ledger: Ledger, kind: Kind, found: Found) -> N
             batches = [batch for batch in kept if batch.parts]
             got = [(batch.epoch, batch.batch, _items(batch, kind)) for batch in batches]
             due = [(line.epoch, line.batch, _keys(line, kind)) for line in lines]
-            # A rank that is killed may have begun a batch that it wrote no line of; alone, it holds back its last second.
+            # A killed rank may have begun a batch that it wrote no line of; where it is alone, it holds back a second.
             is_last, more = start.number == chain[-1], len(got) - len(due)
             if got[: len(due)] != due[: len(got)] or (more if not is_last else more > 1):
                 found.problems.append(
