@@ -11,10 +11,7 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CLAIM = (
@@ -38,49 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="a folder in which the files of all runs stay")
     parser.add_argument("--dry", action="store_true", help="write no result")
     given = parser.parse_args(arguments)
+    multiprocessing.set_forkserver_preload(["benchmarks.torture.preload"])
     folder = given.keep or Path(tempfile.mkdtemp(prefix="torture-"))
+    from benchmarks.torture.life import torture
+    from benchmarks.torture.table import said
+
     outcomes = torture(given.faults, given.seed, folder, kinds=given.kinds, jobs=given.jobs)
     if given.keep is None and not any(outcome.found.problems for outcome in outcomes):
         shutil.rmtree(folder)
-    from benchmarks.torture.table import said
-
     return said(outcomes, given.seed, CLAIM, write=not given.dry)
-
-
-def torture(
-    num_faults: int, seed: int, folder: Path, *, kinds: Sequence[str], jobs: int = 2, seconds: float | None = None
-) -> list:  # type: ignore[type-arg]
-    """Live lives until there were so many faults, or for so many seconds."""
-    multiprocessing.set_forkserver_preload(["benchmarks.torture.preload"])
-    from benchmarks.torture.life import Life, Outcome
-
-    outcomes: list[Outcome] = []
-    lock, began = threading.Lock(), time.monotonic()
-
-    def is_enough() -> bool:
-        is_late = seconds is not None and time.monotonic() - began > seconds
-        return is_late or sum(bool(outcome.fault) for outcome in outcomes) >= num_faults
-
-    def live(number: int) -> None:
-        if is_enough():
-            return
-        kind = kinds[number % len(kinds)]
-        for outcome in Life(kind, folder / f"{number:03}", f"{seed} {number}").live():
-            with lock:
-                outcomes.append(outcome)
-                count = sum(bool(outcome.fault) for outcome in outcomes)
-            found = outcome.found
-            print(
-                f"{time.monotonic() - began:6.0f} s  {count:4}  run {number:03} start {outcome.start:2}  {kind}: "
-                f"{outcome.fault or 'none'}; {outcome.batches} batches; {found.replayed} replayed, {found.lost} lost, "
-                f"{outcome.hung} hung" + "".join(f"\n    PROBLEM {problem}" for problem in found.problems),
-                flush=True,
-            )
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(live, number) for number in range(num_faults * 2)]:
-            future.result()
-    return outcomes
 
 
 if __name__ == "__main__":

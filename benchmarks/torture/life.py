@@ -11,6 +11,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -47,6 +48,12 @@ class Outcome:
     start: int = 0
     batches: int = 0
 
+    def __str__(self) -> str:
+        found = self.found
+        counts = f"{self.batches} batches; {found.replayed} replayed, {found.lost} lost, {self.hung} hung"
+        problems = "".join(f"\n    PROBLEM {problem}" for problem in found.problems)
+        return f"start {self.start:2}, {self.kind}: {self.fault or 'none'}; {counts}{problems}"
+
 
 class Life:
     """A run that faults are inflicted upon.
@@ -55,9 +62,11 @@ class Life:
         kind: The kind of data.
         folder: An empty folder.
         seed: Chooses faults, moments, ranks, workers and batch sizes.
+        most_faults: The most faults of the run.
     """
 
-    def __init__(self, kind: str, folder: Path, seed: str) -> None:
+    def __init__(self, kind: str, folder: Path, seed: str, most_faults: int = MOST_FAULTS) -> None:
+        self.most_faults = most_faults
         self.name, self.kind, self.folder, self.draws = kind, KINDS[kind], folder, random.Random(seed)
         self.trail = Trail()
         # Runs on the same ranks, workers and batch size throughout are compared with one that nothing happens to.
@@ -75,7 +84,7 @@ class Life:
         """
         names = faults_of(self.name)
         self.draws.shuffle(names)
-        for name in names[:MOST_FAULTS]:
+        for name in names[: self.most_faults]:
             outcome = self._start(name)
             if outcome is not None:
                 yield outcome
@@ -233,6 +242,45 @@ class Life:
         drawn = {"ranks": self.draws.choice(self.kind.ranks), "workers": self.draws.choice((0, 2))}
         drawn["batch_size"] = self.draws.choice((2, 3)) if "batch_size" in self.kind.changes else 2
         return replace(how, **{name: drawn[name] for name in changes})
+
+
+def torture(
+    num_faults: int,
+    seed: int,
+    folder: Path,
+    *,
+    kinds: Sequence[str],
+    jobs: int = 1,
+    most_faults: int = MOST_FAULTS,
+) -> list[Outcome]:
+    """Inflict at least so many faults on runs of some kinds of data, one kind after the other.
+
+    Args:
+        num_faults: A number of faults after which no more runs are begun.
+        seed: Chooses all that is drawn.
+        folder: Where the files of all runs stay.
+        kinds: Names of kinds of data.
+        jobs: Runs side by side.
+        most_faults: The most faults of one run.
+
+    Returns:
+        What became of each fault, and of the last start of each run.
+    """
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+
+    def live(number: int) -> None:
+        if sum(bool(outcome.fault) for outcome in outcomes) >= num_faults:
+            return
+        kind = kinds[number % len(kinds)]
+        for outcome in Life(kind, folder / f"{number:03}", f"{seed} {number}", most_faults).live():
+            outcomes.append(outcome)
+            print(f"{time.monotonic() - began:6.0f} s, {len(outcomes):4}: run {number:3}, {outcome}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        # In order, so that all errors are raised.
+        list(pool.map(live, range(num_faults)))
+    return outcomes
 
 
 def _check(path: Path, ranks: int) -> int:
