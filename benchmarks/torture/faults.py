@@ -33,6 +33,8 @@ NAMED = {
     "exception in the data": ("torture: sample",),
     "full disk": ("File too large",),
 }
+# How torch says that a worker is gone that was killed while it passed a batch on.
+CUT_OFF = ("ConnectionResetError", "EOFError", "ConnectionRefusedError")
 HOOKS = ("on_train_batch_start", "training_step", "on_after_backward", "on_train_batch_end", "on_save_checkpoint")
 # Batches of a start before its fault.
 _MOST_BATCHES = 10

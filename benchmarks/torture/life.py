@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.torture.audit import Found, Trail, audit, compare_order, compare_weights
-from benchmarks.torture.faults import NAMED, Fault, damage, drawn, faults_of, mend, prepare, strike
+from benchmarks.torture.faults import CUT_OFF, NAMED, Fault, damage, drawn, faults_of, mend, prepare, strike
 from benchmarks.torture.kinds import KINDS, How, write_shards
 from benchmarks.torture.rank import Start, begin, begin_ranks
 from lightning_stateful.cli import main
@@ -162,6 +162,8 @@ class Life:
             return
         by_signal = fault.name in ("SIGKILL of a rank", "SIGKILL of all ranks", "truncated checkpoint", "flipped bit")
         is_explained = -signal.SIGKILL in codes if by_signal else fault.name == "SIGTERM" or outcome.named
+        if fault.name == "SIGKILL of a worker":
+            is_explained = is_explained or any(text in log for text in CUT_OFF for log in logs)
         if not is_explained:
             said = "\n".join(f"rank {rank}: {log[-1500:]}" for rank, log in enumerate(logs))
             outcome.found.problems.append(
