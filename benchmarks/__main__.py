@@ -15,6 +15,8 @@ from typing import Any
 from benchmarks.measure import RESULTS, text_table
 
 _HELPERS = {"__main__", "measure"}
+# Run where they are named only: they take long.
+_LONG = {"torture"}
 
 
 def _summary(result: dict[str, Any]) -> list[str]:
@@ -43,8 +45,10 @@ def main() -> int:
     folder = Path(__file__).parent
     scripts = sorted({module.name for module in pkgutil.iter_modules([str(folder)])} - _HELPERS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which to run, by default all: {', '.join(scripts)}")
-    names = parser.parse_args().names or scripts
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"which to run, by default all but torture: {', '.join(scripts)}"
+    )
+    names = parser.parse_args().names or sorted(set(scripts) - _LONG)
     if unknown := sorted(set(names) - set(scripts)):
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(scripts)}")
     failed = []

@@ -12,7 +12,7 @@ import click
 
 from lightning_stateful.cli.comparison import compared, comparison_in_words
 from lightning_stateful.cli.flags import Command, as_json, in_flags, numbers_or_name
-from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refusing_odd_states
+from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refuse_damaged, refusing_odd_states
 from lightning_stateful.cli.verify_command import verify
 from lightning_stateful.cli.words import described, error_in_words, in_words, printable, rest_in_words
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulError, StatefulWarning
@@ -185,9 +185,12 @@ def check(
 ) -> int:
     """Say whether a checkpoint will resume with the data of FACTORY, package.module:function; nothing is trained.
 
-    Exits with 1 if the resume would be refused, or would not be exact.
+    The whole file is read: of each tensor the checksum is compared, which torch does not do.
+
+    Exits with 1 if the resume would be refused, or would not be exact, and with 2 if the file is damaged.
     """
     found = read_checkpoint(checkpoint)
+    refuse_damaged(checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
         said = "\n".join(map(printable, problems))

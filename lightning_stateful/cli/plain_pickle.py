@@ -136,6 +136,24 @@ def from_zip(file: IO[bytes]) -> Any:
         raise DamagedStateError(f"it is truncated or damaged: {error}. Take an older checkpoint.") from None
 
 
+def refuse_flipped(file: IO[bytes]) -> None:
+    """Compare every part of what ``torch.save`` has written, tensors too, with its checksum, which torch does not read.
+
+    Raises:
+        DamagedStateError: A part has other bytes than were saved.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+        raise DamagedStateError(f"it is truncated or damaged: {error}. Take an older checkpoint.") from None
+    if damaged is not None:
+        raise DamagedStateError(
+            f"it is damaged: the checksum of {damaged} is not that of its bytes. torch would load it without a word. "
+            "Take an older checkpoint."
+        )
+
+
 def from_pickles(file: IO[bytes]) -> Any:
     """Plain data of a pickle, or of what ``torch.save`` wrote before torch 1.6.
 

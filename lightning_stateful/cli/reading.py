@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_stateful.cli.plain_pickle import from_pickles, from_zip
+from lightning_stateful.cli.plain_pickle import from_pickles, from_zip, refuse_flipped
 from lightning_stateful.errors import DamagedStateError, StateError, StatefulError
 from lightning_stateful.state import check, pack_combined, walk
 from lightning_stateful.trainer.saved_progress import (
@@ -100,6 +100,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _states_in(path, layout, contents)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
+
+
+def refuse_damaged(path: Path) -> None:
+    """Read all of a checkpoint that is one file of ``torch.save``, and compare its checksums.
+
+    Raises:
+        StateError: A part has other bytes than were saved.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as opened:
+        if not opened.read(2).startswith(b"PK"):
+            return
+        opened.seek(0)
+        try:
+            refuse_flipped(opened)
+        except StateError as error:
+            raise StateError(f"{path}: {error}") from None
 
 
 @contextmanager

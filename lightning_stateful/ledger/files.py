@@ -41,6 +41,8 @@ _UNITS, _MOST_UNITS = 100_000, 2**32 - 1
 _TEXTS, _UNKNOWN = 16, 17
 # Added to the kind of items that were left out and not trained on.
 _SKIPPED = 32
+# In place of a number of parts: the batch before was begun, and not trained on.
+_TAKEN_BACK = 255
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -151,7 +153,7 @@ class LedgerFile:
         self.flush()
 
     def add(self, batch: Batch) -> None:
-        """Add a batch that was trained on, or the end of an epoch."""
+        """Add a batch that training begins on, or the end of an epoch."""
         record = bytearray(_BATCH.pack(batch.epoch, batch.batch, len(batch.parts)))
         for part in batch.parts:
             kind, items = _encoded(part.items)
@@ -165,6 +167,13 @@ class LedgerFile:
             if part.sources or part.padded:
                 record += _COUNTS_OF.pack(_COUNTS, number, part.tokens, part.padded, len(part.sources))
                 record += b"".join(_SOURCE.pack(*pair) for pair in part.sources)
+        self._hold(record)
+
+    def take_back(self, batch: Batch) -> None:
+        """Note that the batch that was added last was not trained on."""
+        self._hold(_BATCH.pack(batch.epoch, batch.batch, _TAKEN_BACK))
+
+    def _hold(self, record: bytes | bytearray) -> None:
         self._held += _FRAME.pack(len(record), zlib.crc32(record))
         self._held += record
         if len(self._held) > _MOST_HELD or time.monotonic() - self._flushed > _MOST_SECONDS:
@@ -230,7 +239,8 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
 
     Returns:
         The header, the batches in the order in which they were trained on, and the number of bytes at the end that are
-        no whole record: of a process that was killed while it wrote, or of a damaged file.
+        no whole record: of a process that was killed while it wrote, or of a damaged file. The last batch of a process
+        that was killed may have been begun alone.
 
     Raises:
         DamagedStateError: It has no header of a known version.
@@ -244,6 +254,10 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
         if len(record) < max(size, _BATCH.size) or zlib.crc32(record) != checksum:
             break
         try:
+            if record[_BATCH.size - 1] == _TAKEN_BACK:
+                batches.pop()
+                at += _FRAME.size + size
+                continue
             batch = _decoded(record, paths)
         except (ValueError, IndexError, struct.error) as error:
             raise DamagedStateError(f"{path} has a record that is none of version {VERSION}, at byte {at}.") from error

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.1  # Seconds between two looks, so that a wait ends soon after what it waits for, and Ctrl-C at once.
 _LOOKS_PER_SECOND = 20_000  # Of all ranks together: a fraction of what a TCPStore answers.
+_CALM = 1.0  # Seconds of a wait after which, and then again and again, it looks whether another rank has failed.
 _LONGEST_DEAFNESS = timedelta(seconds=10)  # To signals, where another rank deletes what is read.
 _WORTH_COMPRESSING = 1024
 _NOTHING = b"?nothing?"  # What a look finds where there is nothing.
@@ -39,6 +40,7 @@ Path = tuple[str | int, ...]
 
 _STORES: weakref.WeakKeyDictionary[Store, dict[tuple[int, int], RankStore]] = weakref.WeakKeyDictionary()
 _STORES_LOCK = threading.Lock()
+_num_fits = 0
 
 
 class RankStore:
@@ -149,13 +151,21 @@ class RankStore:
             standing = self._ask("compare_set", key, standing, value)
         return json.loads(_unpacked(standing))
 
-    def wait(self, find: Callable[[], T | None], timeout: float) -> T | None:
-        """Call ``find`` until it returns something; None if it has not after ``timeout`` seconds."""
-        began = time.monotonic()
+    def wait(self, find: Callable[[], T | None], timeout: float, *, heeds_failures: bool = True) -> T | None:
+        """Call ``find`` until it returns something; None if it has not after ``timeout`` seconds.
+
+        Raises:
+            StreamError: A rank has told by :func:`tell_failure` that it will not come, unless that is not heeded.
+        """
+        began, calm = time.monotonic(), _CALM
         while (found := find()) is None:
             waited = time.monotonic() - began
             if waited >= timeout:
                 return None
+            if waited > calm and heeds_failures and self._name:
+                calm += _CALM
+                if failed := self.text(f"{self._name}/failed/{_num_fits}"):
+                    raise StreamError(failed)
             # An eighth of the time waited so far: what is close is found quickly, what is far costs few looks.
             pause = min(max(waited / 8, self._shortest_pause), _LONGEST_PAUSE)
             time.sleep(min(pause, timeout - waited))
@@ -229,11 +239,33 @@ class RankStore:
         try:
             return getattr(self._store, function)(names, *arguments)
         except RuntimeError as error:
+            if str(error).startswith("DataLoader worker"):
+                # Of a worker that has died: torch raises it in the main thread, wherever that stands.
+                raise
             raise StreamError(
                 "The key-value store of the run does not answer; the process that serves it (rank 0, or the launcher) "
                 "has most likely ended. Look for the reason in its log. One that leaves by os._exit when it is done "
                 f"has to wait for the others first: torch.distributed.barrier(). {type(error).__name__}: {error}"
             ) from error
+
+
+def begin_anew() -> None:
+    """Begin another fit, on all ranks: failures of earlier ones are no longer heeded."""
+    global _num_fits
+    _num_fits += 1
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell all ranks that wait for this one, now or later in this fit, that it has failed; raises nothing itself."""
+    for store in _stores_that_have_met():
+        text = f"Rank {store._topology.rank} has failed: {type(error).__name__}: {error}"
+        with suppress(StreamError):
+            store.put(f"{store._name}/failed/{_num_fits}", text[:4000])
+
+
+def _stores_that_have_met() -> list[RankStore]:
+    with _STORES_LOCK:
+        return [store for stores in _STORES.values() for store in stores.values() if store.has_met]
 
 
 def _columns(tokens: Sequence[str | None], num_ranks: int) -> list[str]:

@@ -353,7 +353,7 @@ class RankSync:
             found: list[Any] = json.loads(self._store.text(key) or "[-1, 0, []]")
             return None if found[0] == step and found[2] is None else found
 
-        found = standing if standing[2] is not None else self._store.wait(find, _PATIENCE)
+        found = standing if standing[2] is not None else self._store.wait(find, _PATIENCE, heeds_failures=False)
         return self._joined(key, found[2]) if found and found[0] == step and found[2] else None
 
     def _leave_copy(self, step: int, key: str) -> str:

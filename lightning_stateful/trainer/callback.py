@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import VERSION
+from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
 from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
 from lightning_stateful.trainer.checkpoint import (
     find_data_state,
@@ -157,6 +158,7 @@ class StatefulDataCallback(pl.Callback):
             release(trainer)
             return
         if stage == "fit":
+            begin_anew()
             begins_at = loop_progress.next_step(trainer)
             self._tokens = self._tokens.of(self.settings.max_tokens_total, anew=trainer is not self._trainer)
             if trainer is self._trainer and self._loaders is not None:
@@ -218,10 +220,9 @@ class StatefulDataCallback(pl.Callback):
             raise error
         progress, module, loaders = self._progress(), stateful_module(self._trainer), self._loaders
         self.settings.ledger.save(progress.epoch_and_step)
-        averaged = other_callbacks.holds_averages(self._trainer)
-        if averaged:
+        if averaged := other_callbacks.holds_averages(self._trainer):
             warn_of_unusable_weights()
-        asked_for = {"tokens": self._tokens.state(loaders, progress), "ledger": self.settings.ledger.start}
+        asked_for = {"tokens": self._tokens.state(loaders, progress), "ledger": self.settings.ledger.state()}
         asked_for |= loaders.content.state() if loaders else {}
         return {
             "version": VERSION,
@@ -283,8 +284,7 @@ class StatefulDataCallback(pl.Callback):
             warn_of_unknown_position(trainer)
         # Lightning has saved empty states of the proxies, which a Trainer of plain loaders would refuse.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        module = stateful_module(trainer)
-        if module is None:
+        if (module := stateful_module(trainer)) is None:
             return
         progress = LoopProgress.from_dict(checkpoint["callbacks"][self.state_key]["progress"])
         if (data := self._data_state_at(progress)) is not None:
@@ -293,14 +293,16 @@ class StatefulDataCallback(pl.Callback):
             checkpoint[name] = {**checkpoint.get(name, {}), STATE_KEY: data}
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remember how far the run got."""
+        """Remember how far the run got, and tell ranks that wait for this one."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        tell_failure(exception)
         failed_to_load = isinstance(self._phase, SetUp) and trainer.ckpt_path is not None
         was_restored = self._restored() and not failed_to_load
         if not isinstance(self._phase, Resumed) or not was_restored:
             self._phase = Interrupted(self._progress(), was_restored)
         self._signals.end(failed=True)
+        self.settings.ledger.save(self._progress().epoch_and_step)
         self.settings.ledger.close()
 
     def _progress(self) -> LoopProgress:
@@ -401,7 +403,7 @@ class StatefulDataCallback(pl.Callback):
         note = note_of_run(trainer, self._loaders.combined)
         say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches)
         loop_progress.continue_from(trainer, progress)
-        self.settings.ledger.resumed_from(self.settings.ledger.start, before.epoch_and_step)
+        self.settings.ledger.resumed_from(self.settings.ledger.state(), before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)
 
     # Training

@@ -65,6 +65,8 @@ class LedgerWriter:
         self._counts: dict[str, BatchCounts] = {}
         # By the clock of the header's time.
         self._began_at = 0.0
+        # Whether a checkpoint of another rank may have a batch that this one is killed in.
+        self._has_peers = False
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
         self._due: tuple[int, int] | None = None
@@ -76,14 +78,21 @@ class LedgerWriter:
         """Whether anything is written."""
         return self.folder is not None
 
-    def resumed_from(self, start: str, at: tuple[int, int]) -> None:
+    def state(self) -> str | dict[str, Any]:
+        """The start that a checkpoint continues: this one or, before it begins, the one that it goes on from."""
+        return self.start if self._resumed is None else dict(self._resumed)
+
+    def resumed_from(self, state: str | dict[str, Any], at: tuple[int, int]) -> None:
         """The next start goes on from a checkpoint that an earlier one wrote before a batch.
 
         Args:
-            start: The name of the earlier start; empty where it wrote no ledger.
+            state: The name of the earlier start, empty where it wrote no ledger; or what :meth:`state` gave.
             at: Epoch and number of that batch, as the earlier start counted.
         """
-        self._resumed = {"start": start, "epoch": at[0], "batch": at[1]} if start else None
+        if isinstance(state, dict):
+            self._resumed = dict(state)
+        else:
+            self._resumed = {"start": state, "epoch": at[0], "batch": at[1]} if state else None
 
     def begin(self, trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], begins: tuple[int, int]) -> None:
         """Begin the file of this start. A collective, where there are several processes.
@@ -97,6 +106,7 @@ class LedgerWriter:
             ConfigurationError: The folder cannot be written, on any rank.
         """
         if self.folder is None:
+            self._resumed = None
             return
         # Names sort by time.
         name = f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S-%f}-{uuid.uuid4().hex[:6]}"
@@ -114,7 +124,7 @@ class LedgerWriter:
             socket.gethostname(),
         )
         self._began_at = time.perf_counter()
-        self._resumed = None
+        self._resumed, self._has_peers = None, trainer.world_size > 1
         failure = ""
         # Processes that share a data-parallel rank read the same.
         file = self.folder / self.start / f"rank-{topology.rank:05}{_part_of(trainer)}{SUFFIX}"
@@ -186,16 +196,28 @@ class LedgerWriter:
 
     def begin_batch(self, at: tuple[int, int]) -> None:
         """Training begins on the batch that was fetched first."""
+        self._take_back()
         fetched = self._fetched.popleft() if self._fetched else _Fetched()
-        began = time.perf_counter() - self._began_at
-        self._begun = Batch(*at, tuple(chain.from_iterable(fetched.parts.values())), began, fetched.waited)
+        if not fetched.parts:
+            return
+        began, parts = time.perf_counter() - self._began_at, chain.from_iterable(fetched.parts.values())
+        self._begun = begun = Batch(*at, tuple(parts), began, fetched.waited)
+        self._write(lambda file: file.add(begun))
+        if self._has_peers:
+            # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.
+            self._write(LedgerFile.flush)
 
     def end_batch(self) -> None:
         """The batch has been trained on."""
         begun, self._begun = self._begun, None
-        if begun is not None and begun.parts:
+        if begun is not None:
             self._due = begun.epoch, begun.batch + 1
-            self._write(lambda file: file.add(begun))
+
+    def _take_back(self) -> None:
+        """Write that a batch was begun and not trained on."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._write(lambda file: file.take_back(begun))
 
     def end_epoch(self, at: tuple[int, int], *, is_over: bool) -> None:
         """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
@@ -216,8 +238,9 @@ class LedgerWriter:
 
     def close(self) -> None:
         """Write all that was trained on, and close the file."""
+        self._take_back()
         self._write(LedgerFile.close)
-        self._file = self._begun = self._due = None
+        self._file = self._due = None
         self._fetched.clear()
 
     def _write(self, write: Callable[[LedgerFile], None]) -> None:

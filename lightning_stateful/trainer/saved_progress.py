@@ -57,7 +57,7 @@ _PARTS = {
             "workers": {str: object},
         },
     ),
-    "ledger": str,
+    "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "dataset_settings": {str: {str: (str, str)}},
 }

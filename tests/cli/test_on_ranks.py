@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import command_data
 from support.ddp_runs import run
 from support.ledger import batches, parts, samples, trained
@@ -130,6 +131,20 @@ def test_a_check_refuses_what_a_resume_refuses_and_trains_nothing(checkpoints: A
     expected = [list(batch) for batch in batches(checkpoints.ledgers["own_sampler"], 0)]
     assert (told.code, json.loads(told.out)["loaders"][""]) == (0, [expected])
     assert tell("check", checkpoints("own_sampler"), f"{DATA}:own_sampler", "--seed", 7).code == 1
+
+
+def test_a_check_refuses_a_tensor_that_a_disk_has_changed(checkpoints: Any, tell: Any, tmp_path: Path) -> None:
+    whole = checkpoints("numbers").read_bytes()
+    weight = torch.load(checkpoints("numbers"), weights_only=True)["state_dict"]["net.0.weight"]
+    at = whole.index(weight.numpy().tobytes())
+    path = tmp_path / "flipped.ckpt"
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert not torch.equal(torch.load(path, weights_only=True)["state_dict"]["net.0.weight"], weight)
+    told = tell("check", path, f"{DATA}:numbers")
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert f"{path}: it is damaged: the checksum of " in told.err
+    path.write_bytes(whole[: at + 1])
+    assert "truncated or damaged" in tell("check", path, f"{DATA}:numbers").err
 
 
 def test_a_difference_is_accepted_by_what_the_refusal_says_to_type(checkpoints: Any, tell: Any) -> None:

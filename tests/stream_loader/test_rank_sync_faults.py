@@ -129,6 +129,17 @@ class TestFailures:
             sync.happens(0)
         sync.publish_failure("the disk")
 
+    def test_a_worker_that_dies_while_a_rank_asks_the_store_is_no_store_that_is_gone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        died = "DataLoader worker (pid 1) is killed by signal: Killed. "
+        ranks = RankStore(store := TurnsStore(1), Topology(num_replicas=1, rank=0))
+        run = ranks.begin_run("data", 1.0)
+        ranks.put(f"{run}/first", "text")
+        monkeypatch.setattr(type(store), "_ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError(died)))
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker"):
+            ranks.delete_runs("data", but=0)
+
     def test_of_a_store_that_is_gone_nothing_is_deleted_and_nothing_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks = RankStore(store := TurnsStore(1), Topology(num_replicas=1, rank=0))
         run = ranks.begin_run("data", 1.0)

@@ -6,25 +6,28 @@ import json
 import os
 import resource
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ddp_runs import chain_of, on_ranks
 from support.ledger import LedgerModel, Numbers, batches, trained
-from support.ranks import Ranks, start
-from support.runs import Moment, SaveAt, StopAt, numbers_module, quiet_trainer, stopped, train
-from support.stream_runs import EVERY_SAMPLE, chunks
+from support.ranks import Ranks, start, start_ranks
+from support.runs import Moment, SaveAt, SaveOnException, StopAt, numbers_module, quiet_trainer, stopped, train
+from support.stream_runs import EVERY_SAMPLE, chunks, sample
 from support.stream_runs import module as stream_module
+from support.stream_troubles import fail
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.audit import read_ledger
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning
 from lightning_stateful.ledger.over_time import waiting_of
 
 NUM = 22
@@ -233,6 +236,62 @@ def test_a_run_that_is_killed_leaves_all_that_its_checkpoint_holds(tmp_path: Pat
     assert found.items(0) == found.items(1) == Counter(range(NUM))
     done = [tuple(batch) for batch in json.loads((tmp_path / "done.json").read_text())]
     assert written(tmp_path, 0)[:5] == done[:5]
+
+
+class DiesFirst(pl.Callback):
+    """Rank 1 is killed in a batch, behind the gradients of both ranks, that rank 0 writes into a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            deadline = time.monotonic() + 60
+            while not (self.folder / "a.ckpt").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.folder / "a.ckpt")
+
+
+def killed_in_a_batch(folder: Path) -> None:
+    writing(folder)(numbers_loader, callbacks=[DiesFirst(folder)], **on_ranks())
+
+
+def test_a_checkpoint_that_a_rank_did_not_live_to_see_has_its_batches_too(tmp_path: Path) -> None:
+    processes = start_ranks(killed_in_a_batch, tmp_path)
+    for process in processes:
+        process.join(100)
+    assert processes[1].exitcode == -signal.SIGKILL, (tmp_path / "rank1.log").read_text()
+    writing(tmp_path)(numbers_loader, ckpt_path=tmp_path / "a.ckpt", seed=3)
+    found = read_ledger(tmp_path / "ledger")
+    assert found.findings() == []
+    assert set(found.items(0)) == set(range(NUM))
+
+
+def test_a_checkpoint_of_a_start_that_failed_before_its_first_batch_leads_to_the_one_before(tmp_path: Path) -> None:
+    # Of data without a length Lightning reads the first batch before training begins.
+    marker = tmp_path / "marker"
+
+    def read(number: int) -> Any:
+        return fail(marker) if marker.exists() else sample(number)
+
+    def make() -> Any:
+        return stream_module(chunks(transform=read))
+
+    run, path = writing(tmp_path, keys_of), tmp_path / "a.ckpt"
+    stopped(path, make, epoch=0, batch=8, run=run)
+    marker.touch()
+    with pytest.raises(ShardError):
+        run(make, ckpt_path=path, callbacks=[SaveOnException(tmp_path / "b.ckpt")])
+    marker.unlink()
+    run(make, ckpt_path=tmp_path / "b.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    assert len(found.starts) == 2
+    assert found.findings() == []
+    assert found.items(0) == Counter(EVERY_SAMPLE)
 
 
 def on_a_full_disk(folder: str) -> None:

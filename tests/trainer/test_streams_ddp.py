@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.callbacks import LambdaCallback
@@ -37,6 +38,7 @@ from support.stream_runs import (
     VAL_SIZES,
     Batches,
     BatchesWithState,
+    Own,
     OwnWithState,
     chunks,
     files_of,
@@ -246,6 +248,24 @@ def nothing_at_all(folder: Path) -> list[Any]:
 
 def test_ranks_that_have_nothing_at_all_are_warned_as_a_single_one_is(ranks: Ranks) -> None:
     assert [trained(ledger) for ledger in ranks.of(nothing_at_all)] == [[], []]
+
+
+class RaisesOnOne(pl.Callback):
+    """Raises on one rank between epochs, where no rank waits for its gradients."""
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            raise KeyError("its own")
+
+
+def raises_on_one(folder: Path) -> None:
+    run(lambda: DataLoader(Own(), batch_size=2), callbacks=[StatefulDataCallback(seed=7), RaisesOnOne()])
+
+
+def test_a_rank_that_raises_outside_its_data_is_not_waited_for(ranks: Ranks) -> None:
+    waiting, raising = ranks.errors_of(raises_on_one)
+    assert waiting == "StreamError: Rank 1 has failed: KeyError: 'its own'"
+    assert raising == "KeyError: 'its own'"
 
 
 def split_alike(folder: Path) -> None:
