@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -31,8 +30,6 @@ OUTSIDE = {
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 # The anchors of headings are those that GitHub makes, so that links work on both.
 myst_heading_anchors = 4
-# Pages that the table of contents names, and is shown without until they are written.
-LATER = ("evaluation", "how_it_works", "logs", "operate", "skip", "stream_details", "verify")
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
@@ -61,9 +58,6 @@ copybutton_prompt_text = "$ "
 def _complete_page(app: Sphinx, name: str, source: list[str]) -> None:
     for path, page in OUTSIDE.items():
         source[0] = source[0].replace(f"]({path}", f"]({page}")
-    for page in LATER:
-        if name == "index" and not (DOCS / f"{page}.md").exists():
-            source[0] = re.sub(rf"^({page}|.* <{page}>)\n", "", source[0], flags=re.M)
     if name == "messages":
         source[0] = source[0].replace(messages.MARKER, messages.page_of_messages())
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
@@ -122,6 +122,7 @@ def describe_loader(
     accept: tuple[str, ...] = (),
     drop_last: bool = False,
     tail: Tail | None = None,
+    keeps_last: bool = False,
 ) -> LoaderDescription:
     """Read the order of a loader over a map-style dataset.
 
@@ -134,6 +135,7 @@ def describe_loader(
         accept: Names of differences to let pass, ``"nondeterministic"`` among them.
         drop_last: Leave out an incomplete last step of samples that are not collated, for which torch has no option.
         tail: What becomes of the last items of a sampler that is no computed order; None for ``drop_last``.
+        keeps_last: Serve an incomplete last batch whatever ``drop_last`` says, as Lightning does in prediction.
 
     Raises:
         ConfigurationError: A sampler cannot be iterated.
@@ -149,11 +151,13 @@ def describe_loader(
     elif isinstance(batches, BatchOrder):
         found = LoaderDescription(batches, has_whole_batches=True)
     elif batches is not None and not only_cuts(batches):
+        if keeps_last and getattr(batches, "drop_last", False):
+            raise UnsupportedLoaderError("its batch sampler has drop_last=True, which Lightning changes in prediction.")
         found = _wrapped(dataset, batches, **how, is_collated=True)._replace(has_whole_batches=True)
     else:
         sampler, batch_size = loader.sampler, None
         if batches is not None:
-            batch_size, drop_last = batches.batch_size, batches.drop_last
+            batch_size, drop_last = batches.batch_size, batches.drop_last and not keeps_last
             sampler = batches.sampler if shuffle else SequentialSampler(dataset)
         sampler = without_lightnings(sampler)
         # What is not collated cannot be served two at a time.

@@ -62,6 +62,7 @@ def build_patched(
     exact: bool = False,
     tail: Tail | None = None,
     accept: Collection[str] = (),
+    keeps_last: bool = False,
     where: str = "the loader",
 ) -> StatefulLoader | StreamLoader:
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
@@ -80,6 +81,7 @@ def build_patched(
         exact: As in :class:`StatefulLoader`.
         tail: As in :func:`patch_dataloader`.
         accept: Names of differences to let pass.
+        keeps_last: Serve an incomplete last batch whatever ``drop_last`` says.
         where: A name for the loader in errors.
 
     Raises:
@@ -137,7 +139,7 @@ def build_patched(
             accept = (*loader.accept, *accept)
         else:
             seed = seed_or_default(seed)
-            description = describe_loader(loader, seed=seed, accept=accept, tail=tail, **use)
+            description = describe_loader(loader, seed=seed, accept=accept, tail=tail, keeps_last=keeps_last, **use)
         if own_rank is not None:
             how["path"] = _own_path(path, own_rank, description)
         kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))

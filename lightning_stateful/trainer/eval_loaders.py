@@ -126,7 +126,7 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
             category=StatefulWarning,
         )
 
-    if (repeats := patched.plan(0).repeats()) and not patched.description.is_plain:
+    if repeats := patched.plan(0).repeats():
         rank_zero_warn(f"{name_of(stage, path)}: {repeats}, because ranks take equal steps.", category=StatefulWarning)
 
     return LoaderProxy(

@@ -111,6 +111,8 @@ class Settings:
             tail=self.tail,
             shuffle=not overfits(trainer),
             exact=stage != "training",
+            # As Lightning does.
+            keeps_last=stage == "predict",
             accept=self.accept,
             where=name_of(stage, path),
         )

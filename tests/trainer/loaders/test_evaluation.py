@@ -134,11 +134,15 @@ def test_each_of_several_predictions_has_its_indices_returned_or_not() -> None:
     assert writer.batches[:4] == writer.batches[4:]
 
 
-def test_the_callback_alone_gives_the_indices_of_plain_loaders() -> None:
-    writer = Writer()
-    predicted([plain(7, 100, drop_last=True), plain(3)], StatefulDataCallback(), writer)
-    assert [indices for _, _, indices, _ in writer.batches] == [*BATCHES[:3], [0, 1], [2]]
-    assert writer.epochs[0][1] == [BATCHES[:3], [[0, 1], [2]]]
+def test_the_callback_alone_gives_the_indices_of_plain_loaders_also_of_an_incomplete_last_batch() -> None:
+    # Lightning predicts on all samples, whatever drop_last says.
+    written = []
+    for callbacks in ([], [StatefulDataCallback()]):
+        writer = Writer()
+        predicted([plain(7, 100, drop_last=True), plain(3)], *callbacks, writer)
+        assert [indices for _, _, indices, _ in writer.batches] == [*BATCHES, [0, 1], [2]]
+        written.append(writer.batches)
+    assert written[0] == written[1]
 
 
 def test_a_loader_of_the_models_own_hook_has_its_indices() -> None:
