@@ -11,7 +11,7 @@ from support.runs import SaveAt, assert_resumes, assert_same_end, stopped, train
 from support.texts import NUM_SAMPLES, Texts, bucketed
 from torch.utils.data import Subset
 
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 
 class OneLonger(Texts):
@@ -92,7 +92,9 @@ def test_another_dataset_of_the_same_lengths_is_refused_and_may_be_accepted_with
     first = stopped(path, bucketed, batch=3)
     differing = refused(path, {"train": other}).differences
     assert {difference.path.split(".")[0] for difference in differing} == {"dataset"}
-    assert_resumes(path, first, 0, make=lambda: bucketed(train=other, accept="dataset"), whole=train(bucketed))
+    whole = train(bucketed)
+    with pytest.warns(StatefulWarning, match="within epoch 0, goes on with another dataset"):
+        assert_resumes(path, first, 0, make=lambda: bucketed(train=other, accept="dataset"), whole=whole)
 
 
 def test_what_does_not_decide_about_batches_may_change_at_any_time(tmp_path: Path) -> None:
