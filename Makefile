@@ -18,7 +18,7 @@ OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tes
 	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
 	tests/trainer/test_internals.py tests/trainer/test_streams.py tests/trainer/test_ddp.py
 
-.PHONY: install demo test test-all test-oldest check bench docs clean
+.PHONY: install demo test test-all test-oldest test-wheel check bench docs clean
 
 install: $(STAMP)
 
@@ -48,6 +48,19 @@ $(OLDEST): pyproject.toml constraints-oldest.txt
 test-oldest: $(OLDEST)
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS)
 
+# The built wheel, in a virtual environment of its own and with the sources out of sight.
+WHEEL_TESTS := test_package.py core cli data_modules/test_module_moments.py trainer/test_ddp.py streams/test_chunk_streams.py
+
+test-wheel: $(STAMP)
+	rm -rf dist build/wheel .venv-wheel
+	$(BIN)/python -m hatchling build
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	.venv-wheel/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[dev]"
+	mkdir -p build/wheel
+	cp -r tests examples benchmarks pyproject.toml README.md build/wheel
+	cd build/wheel && ../../.venv-wheel/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(WHEEL_TESTS))
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,4 +80,4 @@ docs: $(DOCS)
 	@echo "Open site/index.html"
 
 clean:
-	rm -rf .venv .venv-oldest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-wheel build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

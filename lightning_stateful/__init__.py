@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_stateful.trainer import StatefulDataCallback
     from lightning_stateful.user_samplers import DDPSamplerWrapper
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The folder that each public name is imported from.
 _FOLDERS = {
