@@ -37,11 +37,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Files that take longest, first of all: two processes share the files, and so end together.
+# Files that take longest, first of all: the processes share the files, and so end together.
 _LONGEST = (
     "trainer/test_streams_ddp",
     "test_packed_module",
     "test_model_parallel",
+    "verify/test_verify",
+    "test_documentation",
     "trainer/test_samplers_ddp",
     "test_contract",
     "test_hugging_face_nodes",
@@ -61,7 +63,9 @@ _LONGEST = (
     "test_own_iteration",
     "test_traps",
     "test_module_moments",
-    "test_documentation",
+    "test_torture",
+    "test_left_out",
+    "trainer/test_ledger",
     "resume/test_moments",
     "test_even_shares",
     "test_stream_state",
@@ -83,7 +87,6 @@ _LONGEST = (
     "test_data_logs",
     "test_iterables",
     "test_stream_module",
-    "trainer/test_ledger",
 )
 
 
