@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
 from lightning_stateful.streams.shard_reader import OnError
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream import Stream
-from lightning_stateful.streams.transforms import MapNode
+from lightning_stateful.streams.transforms import MapNode, name_of
 from lightning_stateful.streams.worker_slot import ALONE
 
 # Of a name in an error; what stands for a chunk may be all its samples.
@@ -72,8 +72,9 @@ class Chunks(Shards):
         return f"chunk {shard} of {len(self._refs)} ({name[:_MOST_CHARACTERS]}{more})"
 
     def describe(self) -> dict[str, Any]:
-        """The number of chunks, and a digest of their names."""
-        return {"chunks": len(self._refs), "names": self._digest}
+        """The number of chunks, and a digest of their names; of a ``functools.partial`` also what it is given."""
+        function = {"function": name_of(self._read_chunk)} if isinstance(self._read_chunk, partial) else {}
+        return {"chunks": len(self._refs), "names": self._digest, **function}
 
     def sizes(self) -> list[int] | None:
         """Samples of each chunk, if they were given."""

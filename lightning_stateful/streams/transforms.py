@@ -19,6 +19,7 @@ from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import COUNT
+from lightning_stateful.streams.hugging_face_pipelines import arguments_in_words
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 
@@ -329,10 +330,15 @@ class RunningStateNode(StreamNode[Any]):
 
 
 def name_of(function: Any) -> str:
-    """The name of a function or of an object that can be called; a column's name is its own."""
+    """The name of a function, with plain arguments of ``functools.partial``, or of an object; a column's is its own."""
     if isinstance(function, str):
         return function
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    given: list[str] = []
+    while isinstance(function, partial):
+        given += [*arguments_in_words(dict(enumerate(function.args))), *arguments_in_words(function.keywords)]
+        function = function.func
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    return f"{name}({', '.join(given)})" if given else name
 
 
 def check_function(what: str, function: Any) -> None:

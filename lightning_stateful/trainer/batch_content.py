@@ -212,10 +212,10 @@ def _warn_unless_restored(
         by_batch: The data are compared by a batch of the epoch that goes on.
     """
     config, left = loader.tracker.config, []
-    # Of a sampler, the items that were served of an epoch are compared when it is iterated.
     is_begun = saved["progress"]["consumed"] > 0
     for name, value in saved.get("changed", {}).items():
-        is_compared = is_begun and (by_batch or not name.startswith(PATH))
+        # The items that a sampler gave of the epoch are compared too, but those to come may differ where these do not.
+        is_compared = is_begun and by_batch and name.startswith(PATH)
         if not is_compared and name not in now and value_at(config, name) not in (None, value):
             owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
             left.append(

@@ -383,6 +383,7 @@ class StatefulDataCallback(pl.Callback):
                 if trainer.ckpt_path is None:
                     loop_progress.forget_restart(trainer)
         if isinstance(self._phase, Resumed):
+            loop_progress.follow_lengths(trainer)
             loop_progress.lift_max_steps(trainer, self._phase.progress, self._phase.global_step)
 
     def _fit_again(self, trainer: pl.Trainer, phase: SetUp) -> None:

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import ConcatDataset
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 
 # Attributes in a checkpoint, and characters of each one's value.
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
+_DEFAULTS = (bool, int, float, str)
 
 
 class DatasetSettings:
@@ -97,8 +100,9 @@ class DatasetSettings:
         if not wrong:
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
+        name = type(_users_of(loader.dataset)[0]).__qualname__
         rank_zero_warn(
-            f"Attributes of the dataset, a {type(loader.dataset).__qualname__}, were changed in training by something "
+            f"Attributes of the dataset, a {name}, were changed in training by something "
             f"else than reading, as a hook does, in the run that wrote the checkpoint, and are others here{copies}: "
             f"{'; '.join(wrong)}. If samples depend on them, the resume is not exact. Set them again before the first "
             "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
@@ -108,10 +112,24 @@ class DatasetSettings:
 
 def _attributes(loader: StatefulLoader) -> dict[str, str]:
     found = {}
-    for name, value in HeldState(loader.dataset, containers=False).plain().items():
-        long = len(value) > _MOST_CHARACTERS
-        found[name] = hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=6).hexdigest() if long else value
+    for number, dataset in enumerate(_users_of(loader.dataset)):
+        # A default in the class is what an instance has until another is set.
+        held = {name: repr(value) for name, value in vars(type(dataset)).items() if type(value) in _DEFAULTS}
+        held = {name: value for name, value in held.items() if name[:2] != "__"}
+        for name, value in {**held, **HeldState(dataset, containers=False).plain()}.items():
+            long = len(value) > _MOST_CHARACTERS
+            shown = hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=6).hexdigest() if long else value
+            found[f"{number}.{name}" if number else name] = shown
     return found
+
+
+def _users_of(dataset: Any) -> list[Any]:
+    """The user's datasets within those of this package and torch's ``ConcatDataset``."""
+    if isinstance(dataset, PackedDataset):
+        return _users_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return [user for part in dataset.datasets for user in _users_of(part)]
+    return [dataset]
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:

@@ -46,7 +46,7 @@ _PARTS = {
     "averaged": bool,
     "module": Either(None, str),
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
-    "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}}),
+    "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
         {},
         {

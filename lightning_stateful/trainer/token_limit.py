@@ -52,13 +52,15 @@ class TokenLimit:
     def state(self, loaders: TrainLoaders | None, progress: LoopProgress) -> dict[str, Any] | None:
         """Plain data for a checkpoint of this progress: the epoch that comes next, and tokens of those before it.
 
-        Without a limit, or before there are loaders, it is None.
+        Within an epoch also the tokens up to this progress. Without a limit, or before there are loaders, it is None.
         """
         if loaders is None or self._limit is None:
             return None
-        epoch, _ = progress.epoch_and_step
+        epoch, step = progress.epoch_and_step
         if epoch == self._epoch:
-            return {"epoch": epoch, "before": dict(self._before)}
+            # A resume of a save at the epoch's last batch goes on in the next one.
+            after = self._after_epoch(loaders.combined, step) if step else dict(self._before)
+            return {"epoch": epoch, "before": dict(self._before), "after": after}
         last = progress.batch if progress.ended and progress.epoch == self._epoch else self._step
         return {"epoch": epoch, "before": self._after_epoch(loaders.combined, last)}
 
@@ -78,6 +80,8 @@ class TokenLimit:
         self._epoch = progress.epoch_and_step[0] if saved is None else saved["epoch"]
         self._step = progress.batch if progress.epoch == self._epoch else 0
         self._before = {} if saved is None else dict(saved["before"])
+        if saved is not None and "after" in saved and progress.epoch_and_step[0] > self._epoch:
+            self._epoch, self._step, self._before = progress.epoch_and_step[0], 0, dict(saved["after"])
         counts_anew = not all(loader.order.carries_over for loader in loaders.combined.loaders.values())
         if saved is None and self._epoch and counts_anew:
             rank_zero_warn(
@@ -95,6 +99,9 @@ class TokenLimit:
         if loaders is None or self._limit is None:
             return
         combined, (epoch, step) = loaders.combined, loop_progress.next_step(trainer)
+        if epoch < self._epoch:
+            # A resumed run may have yet to end an epoch that has no batch left.
+            epoch, step = self._epoch, self._step
         if not any(_tokens_of(report) is not None for report in combined.report_at(epoch, step).values()):
             raise ConfigurationError(
                 f"max_tokens_total={self._limit} counts the tokens of packed documents, and nothing that is trained on "
@@ -117,7 +124,6 @@ class TokenLimit:
 
     def _move(self, combined: CombinedLoaders, epoch: int, step: int) -> None:
         if epoch < self._epoch:
-            # A resumed run may have yet to end an epoch that has no batch left.
             return
         if epoch > self._epoch:
             self._before = self._after_epoch(combined, self._step)

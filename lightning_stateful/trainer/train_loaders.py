@@ -391,8 +391,10 @@ class TrainLoaders:
     def _length(self, path: str) -> int:
         epoch, _ = self._next_step()
         if not self._training_began:
-            # What a schedule is planned by, estimated_stepping_batches, is the same whatever is left out.
-            return int(without_gaps(self.combined.loaders[path].plan(epoch)).num_steps)
+            # For estimated_stepping_batches: the first epoch, of which nothing is left out, on a resume too.
+            loader, plans = self.combined.loaders[path], in_hook(self._trainer, "configure_optimizers")
+            epoch = 0 if plans and isinstance(loader, StatefulLoader) else epoch
+            return int(without_gaps(loader.plan(epoch)).num_steps)
         length = self.combined.length(path, epoch)
         is_last = epoch == self._trainer.max_epochs
         if length != self._said_lengths.setdefault(path, length) and not is_last:

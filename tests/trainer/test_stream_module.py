@@ -403,6 +403,21 @@ def test_a_stream_whose_documents_are_all_left_out_is_warned_of() -> None:
         assert trained(train(make, max_epochs=1).ledger) == []
 
 
+def test_a_limit_of_tokens_goes_on_from_a_save_at_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    def make() -> StreamDataModule:
+        return packed("split", chunks(transform=document), steps_per_epoch=3, max_tokens_total=200, val=None)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    whole = train(make, max_epochs=9, callbacks=[Save()])
+    rest = train(make, ckpt_path=tmp_path / "last.ckpt", max_epochs=9)
+    assert 6 < whole.trainer.global_step < 27
+    assert trained(rest.ledger) == trained(whole.ledger)[6:]
+
+
 @pytest.mark.parametrize("how", ["split", "whole"])
 def test_another_packing_is_refused_by_name_or_accepted_and_loses_nothing(tmp_path: Path, how: str) -> None:
     for kind, path in (("packed " + how, "packing"), ("packed mixture", "sources.news.packing")):

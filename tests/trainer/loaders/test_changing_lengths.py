@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from support.ddp_runs import Link, assert_chains, chain_of, steps_of
-from support.ledger import Numbers
+from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
-from support.runs import assert_goes_on_from_every_moment, train_alone
+from support.runs import assert_goes_on_from_every_moment, seeded, stopped, train_alone
 from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulLoader
@@ -121,3 +121,22 @@ def chain(folder: Path) -> list[Link]:
 def test_two_ranks_resume_within_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
     runs = assert_chains(Ranks(2, tmp_path_factory.mktemp("lengths")).of(chain))
     assert [len(steps_of(runs, epoch)) for epoch in range(4)] == [3, 4, 2, 4]
+
+
+class Estimates(LedgerModel):
+    """Asks how many steps a schedule has."""
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_schedule_is_planned_by_the_first_epoch_on_a_resume_too(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    stopped(path, growing, epoch=2, batch=1, run=train_alone, max_epochs=4)
+    estimates = []
+    for ckpt_path in (None, path):
+        model = seeded(Estimates)
+        train_alone(growing, model=model, max_epochs=4, ckpt_path=ckpt_path)
+        estimates.append(model.estimate)
+    assert estimates == [4 * SAMPLES[0] // 2] * 2

@@ -180,6 +180,7 @@ def test_what_the_user_restores_before_the_first_batch_goes_on_exactly(
         assert fit(OfModule(kind, hook), ckpt_path=tmp_path / f"{name}.ckpt") == whole[trained:], name
 
 
+@pytest.mark.filterwarnings("ignore:.*had been changed in training.*")
 @pytest.mark.parametrize(
     ("kind", "what"),
     [(ByLevels, "ByLevel"), (ByWeights, r"WeightedRandomSampler\.weights"), (InOrder, r"Ordered\.order")],

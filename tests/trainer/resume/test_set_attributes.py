@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import PackedDataModule, Packing, StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
 
 BATCHES = 8
@@ -101,3 +102,86 @@ def test_a_resume_is_exact_or_says_which_attribute_is_not_set_again(
     said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
     assert (resumed == whole[BATCHES + 4 :]) == (not warned)
     assert [WARNED in one and warned in one for one in said] == [True] * bool(warned), said
+
+
+class Hard(Sampler[int]):
+    """In order, but for the last item of an epoch, which follows from an attribute."""
+
+    last = 2 * BATCHES - 1
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(2 * BATCHES - 1)
+        yield self.last
+
+
+class Mines(pl.Callback):
+    def __init__(self, sampler: Hard, path: Path) -> None:
+        self.sampler, self.path = sampler, path
+        self.trained: list[list[float]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.sampler.last = 3
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+        if len(self.trained) == BATCHES + 5 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+
+def mined(path: Path, *, resumed: bool) -> list[list[float]]:
+    callback = Mines(Hard(), path)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[callback, StatefulDataCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Levels(), batch_size=2, sampler=callback.sampler)
+    trainer.fit(BoringModel(), loader, ckpt_path=path if resumed else None)
+    return callback.trained
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between.*")
+def test_a_sampler_that_a_hook_changed_is_named_also_where_what_it_gave_of_the_epoch_is_the_same(
+    tmp_path: Path,
+) -> None:
+    whole = mined(tmp_path / "some.ckpt", resumed=False)
+    with pytest.warns(StatefulWarning, match="Hard had been changed in training when the checkpoint was written"):
+        rest = mined(tmp_path / "some.ckpt", resumed=True)
+    assert rest[:-1] == whole[BATCHES + 4 : -1]
+    assert rest[-1] != whole[-1]
+
+
+class Documents(Levels):
+    """Documents of four tokens."""
+
+    def __getitem__(self, index: int) -> list[int]:  # type: ignore[override]  # documents are lists
+        return [index + 1000 * self.level] * 4
+
+
+class Reads(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch["input_ids"].float().new_zeros(1, 32)).sum()
+
+
+def test_documents_that_are_packed_are_looked_at_as_well(tmp_path: Path) -> None:
+    def train(**how: Any) -> None:
+        documents = Documents()
+        data = PackedDataModule(documents, lengths=[4] * len(documents), packing=Packing(8), batch_size=2)
+        raises = Raises(documents, "on_train_batch_end", "", tmp_path / "unused.ckpt")
+        raises.on_train_batch_start = lambda *args: None  # type: ignore[method-assign]
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[raises], enable_model_summary=False, **options, **how)
+        path = tmp_path / "stop.ckpt"
+        trainer.fit(Reads(), datamodule=data, ckpt_path=path if path.exists() else None)
+        trainer.save_checkpoint(path)
+
+    train(max_steps=3)
+    with pytest.warns(StatefulWarning, match="Attributes of the dataset, a Documents, .*: level was 2 and is 0"):
+        train(max_steps=4)
