@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gzip
 import pickle
 import random
@@ -222,3 +223,11 @@ class TestArguments:
     def test_arguments_out_of_range(self, options: dict[str, Any], what: str) -> None:
         with pytest.raises(ConfigurationError, match=what):
             ChunkedDataset(**{"chunk_refs": [[1], [2]], "read_chunk_fn": list, **options})
+
+
+def test_the_plain_arguments_of_a_partial_are_compared() -> None:
+    def read(ref: int, first: int) -> list[int]:
+        return [first + ref]
+
+    described = [Chunks(range(2), functools.partial(read, first=first)).describe() for first in (0, 1)]
+    assert [one["function"].rpartition(".")[2] for one in described] == ["read(first=0)", "read(first=1)"]

@@ -245,4 +245,5 @@ class TestArguments:
             "boundary_key": "key_of", "lengths": "text", "shuffle_batches": False,
         }  # fmt: skip
         assert json.loads(json.dumps(node.describe())) == ["read_ahead", described]
-        assert batcher([], length=functools.partial(len)).describe()[1]["lengths"] == "partial"
+        assert batcher([], length=functools.partial(len)).describe()[1]["lengths"] == "len"
+        assert batcher([], length=functools.partial(pow, exp=2)).describe()[1]["lengths"] == "pow(exp=2)"

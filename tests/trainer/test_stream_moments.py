@@ -156,7 +156,7 @@ def breaks_on(number: int, found: int) -> Any:
 
 def test_a_stream_that_breaks_off_names_its_shard_and_resumes_exactly(tmp_path: Path) -> None:
     def make(number: int = -1) -> Any:
-        return module(chunks(transform=partial(breaks_on, number), buffer_size=1), val=None)
+        return module(chunks(transform=lambda sample: breaks_on(number, sample), buffer_size=1), val=None)
 
     whole, model = train(make, max_epochs=2), seeded()
     # The first time that it is read, of a shard of the middle.
