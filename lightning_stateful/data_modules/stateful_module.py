@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -156,6 +157,7 @@ class StatefulDataModule(pl.LightningDataModule):
         self.drop_last = drop_last
         self.seed = seed
         self._options = {**loader_options, "num_workers": num_workers, "collate_fn": collate_fn}
+        _refuse_unknown(type(self).__name__, loader_options)
         self.train = train
         self.val, self.test, self.predict = val, test, predict
 
@@ -346,6 +348,23 @@ class StatefulDataModule(pl.LightningDataModule):
             else:
                 # Accepted as new: it begins with the epoch of the others.
                 loader.set_epoch(next(iter(parts.values()))["progress"]["epoch"])
+
+
+def _refuse_unknown(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that no DataLoader has, which would fail within ``fit`` only.
+
+    Raises:
+        ConfigurationError: There are some.
+    """
+    known = {*inspect.signature(DataLoader).parameters, *inspect.signature(StatefulLoader).parameters}
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        where = ""
+        if any(option.startswith("ledger") for option in unknown):
+            where = " The ledger is the callback's: Trainer(callbacks=[StatefulDataCallback(ledger=...)])."
+        raise ConfigurationError(
+            f"{name} and torch's DataLoader have no argument {', '.join(map(repr, unknown))}.{where}"
+        )
 
 
 def _warn_of_two_seeds(name: str, own: int | None, theirs: int | None) -> None:

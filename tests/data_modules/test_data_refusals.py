@@ -10,6 +10,7 @@ from support.ledger import Numbers
 
 from lightning_stateful import (
     BucketDataModule,
+    ChunkedDataset,
     MixedStream,
     MixtureBatchSampler,
     MixtureDataModule,
@@ -71,3 +72,10 @@ def test_sources_of_other_names_are_training_data(names: tuple[str, ...]) -> Non
     data = {name: Numbers(6) for name in names}
     assert list(StatefulDataModule(data).train_dataloader()) == list(names)
     assert len(MixtureDataModule(data, batch_size=2).train_dataloader()) == 6
+
+
+def test_an_argument_that_nobody_has_is_refused_at_once_and_one_of_the_callback_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="have no argument 'batch_siez'"):
+        StatefulDataModule(Numbers(8), batch_siez=4)
+    with pytest.raises(ConfigurationError, match=r"StatefulDataCallback\(ledger=\.\.\.\)"):
+        StreamDataModule(ChunkedDataset(range(2), lambda ref: iter([ref])), ledger="ledger")
