@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS := .venv/.installed-docs
-# Each test process gets one thread. Three share the work of two cores, because tests of several ranks wait for these.
+# Each test process gets one thread; two processes share the work.
 export OMP_NUM_THREADS ?= 1
 # In few large pages the memory of a test process, which is forked for each worker, is copied within a moment.
 export PYTHONMALLOC ?= malloc
@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/kill_and_resume.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # All examples of all properties too, and what make test leaves out for its time.
 test-all: $(STAMP)
