@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from benchmarks.torture.kinds import KINDS, How, keys_of, samples_of
 from lightning_stateful import StatefulDataCallback
+from lightning_stateful.verify.launcher import environments_of_ranks
 
 # Floats of the weights: one for each number of each epoch, and as many more as make a checkpoint the largest file.
 NUM_WEIGHTS = 1 << 15
@@ -188,21 +188,10 @@ def train(start: Start) -> None:
 
 def begin_ranks(start: Start) -> list[ForkServerProcess]:
     """Begin the ranks of a start, each in a session of its own, as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(start.how.ranks),
-        "LOCAL_WORLD_SIZE": str(start.how.ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "torture",
-        "TORTURE_FOLDER": str(start.folder),
-    }
+    folder = {"TORTURE_FOLDER": str(start.folder)}
     return [
-        begin(train, start, log=start.log(rank), **common, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(start.how.ranks)
+        begin(train, start, log=start.log(rank), **folder, **environment)
+        for rank, environment in enumerate(environments_of_ranks(start.how.ranks))
     ]
 
 

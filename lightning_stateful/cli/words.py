@@ -242,7 +242,7 @@ def _loader_lines(loader: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _skipped(skip: Mapping[str, Any]) -> Iterator[str]:
-    """What a run leaves out, in words."""
+    """The batches and samples that a run leaves out, in words."""
     for one in skip["ranges"]:
         batches = f"batch {one['first']}" if one["first"] == one["last"] else f"batches {one['first']} to {one['last']}"
         yield f"{batches} of epoch {one['epoch']}"

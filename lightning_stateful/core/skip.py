@@ -292,7 +292,7 @@ class SkippingPlan:
         return self.plan.progress_after(self.all_before(steps))
 
     def report_after(self, steps: int) -> dict[str, Any]:
-        """What the plan with all steps reports, and how many of these were left out of the epoch."""
+        """The report of the plan with all steps, and how many of these were left out of the epoch."""
         over = self.all_before(steps)
         return {**self.plan.report_after(over), "skipped": self.skipped + self.steps.before(over)}
 
@@ -306,7 +306,7 @@ class SkippingPlan:
 
 
 def unit_of(plan: Any) -> int:
-    """What a full step of all ranks adds to ``Progress.consumed``."""
+    """The number that a full step of all ranks adds to ``Progress.consumed``."""
     rule = getattr(plan, "rule", None)
     return rule.full if isinstance(rule, StepRule) else 1
 
@@ -328,7 +328,7 @@ def plan_without(plan: Any, gaps: Gaps, consumed: int) -> Any:
 
 
 def left_out_at(plan: Any, step: int) -> Any:
-    """What is left out from the end of the step before to that of a step: indices, or how many steps; None for nothing.
+    """Indices, or a number of steps, left out from the end of the step before to that of a step; None for nothing.
 
     Those at the end of an epoch belong to its last step.
     """

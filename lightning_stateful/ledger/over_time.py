@@ -343,7 +343,7 @@ def _samples_of(part: Part | None, mixture: Mapping[str, Any]) -> Integers:
 
 
 def _amounts(counts: Integers, mixture: Mapping[str, Any], unit: str) -> Floats:
-    """What samples of each source make in a unit."""
+    """The amount that samples of each source make in a unit."""
     if unit == "batches":
         return counts / max(int(counts.sum()), 1)
     return counts * np.array(mixture.get("tokens", 1.0)) if unit == "tokens" else counts.astype(np.float64)
@@ -375,7 +375,7 @@ def _asked_at(mixture: Mapping[str, Any], at: tuple[int, int], counted: int | No
 
 
 def _edges(num_steps: int) -> Integers:
-    """Where the steps of each point begin and, last, their number."""
+    """The first step of each point and, last, the number of steps."""
     number = min(max(num_steps // _FEWEST_STEPS, 1), _MOST_POINTS)
     return np.arange(number + 1) * num_steps // number
 

@@ -98,12 +98,12 @@ class Skipping:
         return plan_without(plan, self._gaps_of(plan, epoch, here.cycle), here.consumed)
 
     def skipped_before(self, progress: Progress) -> int:
-        """What is left out of an epoch that was planned before a progress in it, in the unit of ``consumed``."""
+        """The parts left out of an epoch that was planned before a progress in it, in the unit of ``consumed``."""
         gaps = self._gaps.get((progress.epoch, progress.cycle))
         return 0 if gaps is None or not progress.consumed else gaps.before(progress.consumed)
 
     def to_dict(self, progress: Progress) -> dict[str, Any]:
-        """What a state holds: plain data, equal on all ranks; empty before anything was planned."""
+        """The contents of a state: plain data, equal on all ranks; empty before anything was planned."""
         if not self._unit:
             return {}
         found = {
@@ -162,7 +162,7 @@ class Skipping:
             )
 
     def described(self) -> dict[str, Any]:
-        """What is to be left out as plain data, the same on all ranks."""
+        """All that is to be left out as plain data, the same on all ranks."""
         return {"ranges": [list(given) for given in self.skip.ranges], **_samples_of(self.skip)}
 
     def notes(self) -> list[str]:
@@ -221,7 +221,7 @@ class Skipping:
         return self._gaps[epoch, cycle]
 
     def _found_gaps(self, plan: Any, epoch: int, cycle: int) -> Gaps:
-        """What is left out of a pass; what came before the state that was loaded, as it was then."""
+        """The parts left out of a pass; those before the state that was loaded, as it was then."""
         ranges = Gaps.of((one.begin, one.end) for one in self._placed() if one.epoch == epoch and not cycle)
         samples = Gaps.of(())
         if self.skip.names_samples and isinstance(plan, SampleEpochPlan):

@@ -256,24 +256,26 @@ def _label_of(stage: Any) -> str:
     word = class_of(stage).word
     details = [f"{name}={vars(stage)[name]}" for name in _DETAILS if vars(stage).get(name) is not None]
     details += [part for name in _FUNCTIONS if name in vars(stage) for part in _function_in_words(vars(stage)[name])]
-    details += arguments_in_words(getattr(stage, "fn_kwargs", None) or {})
+    details += _in_words(getattr(stage, "fn_kwargs", None) or {})
     if getattr(stage, "generator", None) is not None:
         details.append(f"seed={_digest([repr(stage.generator.bit_generator.state)])}")
     return f"{word}({', '.join(details)})" if word else ""
 
 
 def _function_in_words(function: Any) -> list[str]:
-    """The name of a function of the user's, and the plain arguments that it was given by ``functools.partial``."""
-    if not _is_of_user(_bare(function)):
-        return []
+    return name_and_arguments(function) if _is_of_user(_bare(function)) else []
+
+
+def name_and_arguments(function: Any) -> list[str]:
+    """The name of a function, and the plain arguments that it was given by ``functools.partial``."""
     given: list[str] = []
     while isinstance(function, partial):
-        given += [*arguments_in_words(dict(enumerate(function.args))), *arguments_in_words(function.keywords)]
+        given += [*_in_words(dict(enumerate(function.args))), *_in_words(function.keywords)]
         function = function.func
     return [getattr(function, "__qualname__", type(function).__qualname__), *given]
 
 
-def arguments_in_words(arguments: Mapping[Any, Any]) -> list[str]:
+def _in_words(arguments: Mapping[Any, Any]) -> list[str]:
     """Plain arguments with their values, long ones by a digest, and the types of others."""
     said = []
     for name, value in arguments.items():

@@ -84,7 +84,7 @@ class SetBetweenPasses:
         return {name: now.get(name, "") for name in sorted(self._set)}
 
     def _compare(self) -> dict[str, str]:
-        """What the dataset holds now; warns of what was set since the latest pass."""
+        """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
         now, left = self._held(), self._left
         if left is not None:
             changed = {name for name in {*now, *left} if now.get(name) != left.get(name)} - self._set

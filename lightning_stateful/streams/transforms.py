@@ -19,7 +19,7 @@ from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import COUNT
-from lightning_stateful.streams.hugging_face_pipelines import arguments_in_words
+from lightning_stateful.streams.hugging_face_pipelines import name_and_arguments
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 
@@ -333,11 +333,7 @@ def name_of(function: Any) -> str:
     """The name of a function, with plain arguments of ``functools.partial``, or of an object; a column's is its own."""
     if isinstance(function, str):
         return function
-    given: list[str] = []
-    while isinstance(function, partial):
-        given += [*arguments_in_words(dict(enumerate(function.args))), *arguments_in_words(function.keywords)]
-        function = function.func
-    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    name, *given = name_and_arguments(function)
     return f"{name}({', '.join(given)})" if given else name
 
 

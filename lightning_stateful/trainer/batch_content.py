@@ -93,7 +93,7 @@ class BatchContent:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The parts of a checkpoint that are about batches and attributes of datasets."""
         return {"content": deepcopy(self.latest), "dataset_settings": self.settings.state()}
 
     def expect(

@@ -47,7 +47,7 @@ class BatchCounts:
         self._room = 0 if packing is None else packing.sequence_length
 
     def described(self) -> dict[str, Any]:
-        """What was asked for of a mixture, for the header of a ledger; nothing of other data.
+        """The shares that were asked for of a mixture, for the header of a ledger; nothing of other data.
 
         Returns:
             Under ``mixture``: ``names``; ``unit``, what the shares are shares of; ``shares``, those of draws that were

@@ -260,7 +260,7 @@ class LedgerWriter:
 
 
 def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[str, dict[str, Any]]:
-    """What the items of each loader are, as the header of a file has it."""
+    """The meaning of the items of each loader, as the header of a file has it."""
     # Epochs that are cut do not have them all, by a limit or by the end of another loader.
     is_whole = len(loaders) == 1 and trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
     return {

@@ -137,7 +137,7 @@ class Launcher:
 
     def _start(self, position: int, jobs: Sequence[Job]) -> _Running:
         self._runs += 1
-        environments = _environments(len(jobs))
+        environments = environments_of_ranks(len(jobs)) if len(jobs) > 1 else [{}]
         started: dict[int, Job] = {}
         for job, environment in zip(jobs, environments, strict=True):
             self._numbers += 1
@@ -234,10 +234,8 @@ def _own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONHASHSEED", "OMP_NUM_THREADS")}
 
 
-def _environments(num_ranks: int) -> list[dict[str, str]]:
-    """The environment variables of each rank of a run, as torchrun sets them, on a free port."""
-    if num_ranks == 1:
-        return [{}]
+def environments_of_ranks(num_ranks: int) -> list[dict[str, str]]:
+    """The environment variables of each rank on this machine, as torchrun sets them, with a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -247,7 +245,7 @@ def _environments(num_ranks: int) -> list[dict[str, str]]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "verify",
+        "TORCHELASTIC_RUN_ID": "ranks",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 

@@ -95,12 +95,12 @@ class Verification:
 
     @property
     def refused(self) -> list[Trial]:
-        """What this package refuses by name."""
+        """Trials that this package refused by name."""
         return [trial for trial in self.trials if trial.outcome == "refused"]
 
     @property
     def faults(self) -> list[Trial]:
-        """What was trained on other data than without a stop, or failed."""
+        """Trials on other data than without a stop, and those that failed."""
         return [trial for trial in self.trials if trial.outcome in ("differs", "failed")]
 
     def __str__(self) -> str:

@@ -213,7 +213,7 @@ class _Records(pl.LightningModule):
 
 
 def _facts(loader: Any) -> dict[str, Any]:
-    """What explains how a user's loader is resumed, as plain data."""
+    """Facts that explain how a user's loader is resumed, as plain data."""
     original = getattr(loader, "original", loader)
     ours = getattr(loader, "loader", loader)
     is_ours = is_patched(ours)

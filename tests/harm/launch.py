@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from support.ranks import environments_of_ranks, kill, start
+from support.ranks import kill, start
 
 from harm.runs import Trial, try_entry
 from harm.table import ENTRIES
+from lightning_stateful.verify.launcher import environments_of_ranks
 
 # Seconds without any news, and seconds after one rank is through with an entry.
 _PATIENCE, _LAST_RANK = 60, 20

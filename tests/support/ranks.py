@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -36,6 +35,8 @@ from typing import Any
 import datasets.fingerprint
 import numpy as np
 import torch.distributed
+
+from lightning_stateful.verify.launcher import environments_of_ranks
 
 Case = Callable[..., Any]
 
@@ -143,22 +144,6 @@ def _report(pipe: Connection, case: Case, folder: Path, *arguments: Any) -> None
     pipe.send((value, error))
     with contextlib.suppress(EOFError):
         pipe.recv()
-
-
-def environments_of_ranks(num_ranks: int) -> list[dict[str, str]]:
-    """The environment variables of each rank of a run, as torchrun sets them; on a port of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def start(function: Callable[..., Any], *arguments: Any, log: Path, **environment: str) -> ForkServerProcess:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_stateful import PackedDataModule, Packing, StatefulDataCallback
@@ -63,15 +64,7 @@ class Raises(pl.Callback):
 def fit(folder: Path, hook: str, restored: str = "", *, resumed: bool = False, workers: int = 0) -> list[list[float]]:
     dataset = Levels()
     callback = Raises(dataset, hook, restored if resumed else "", folder / "middle.ckpt")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[callback, StatefulDataCallback()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
     loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers)
     trainer.fit(BoringModel(), loader, ckpt_path=folder / "middle.ckpt" if resumed else None)
     return callback.trained
@@ -133,15 +126,7 @@ class Mines(pl.Callback):
 
 def mined(path: Path, *, resumed: bool) -> list[list[float]]:
     callback = Mines(Hard(), path)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[callback, StatefulDataCallback()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
     loader = DataLoader(Levels(), batch_size=2, sampler=callback.sampler)
     trainer.fit(BoringModel(), loader, ckpt_path=path if resumed else None)
     return callback.trained
@@ -176,8 +161,7 @@ def test_documents_that_are_packed_are_looked_at_as_well(tmp_path: Path) -> None
         data = PackedDataModule(documents, lengths=[4] * len(documents), packing=Packing(8), batch_size=2)
         raises = Raises(documents, "on_train_batch_end", "", tmp_path / "unused.ckpt")
         raises.on_train_batch_start = lambda *args: None  # type: ignore[method-assign]
-        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(accelerator="cpu", callbacks=[raises], enable_model_summary=False, **options, **how)
+        trainer = quiet_trainer(raises, **how)
         path = tmp_path / "stop.ckpt"
         trainer.fit(Reads(), datamodule=data, ckpt_path=path if path.exists() else None)
         trainer.save_checkpoint(path)
