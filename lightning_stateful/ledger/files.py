@@ -56,8 +56,9 @@ class FileHeader:
         num_replicas: The number of ranks.
         loaders: By the path of a loader (empty for a single one): ``length``, the number of items that a whole epoch
             has once each, None where that is not known; ``once``, False where an epoch may have an item twice;
-            ``data``, a digest of the settings by which items are numbered; and of a mixture, ``mixture``, what was
-            asked for.
+            ``data``, a digest of the settings by which items are numbered; of a mixture, ``mixture``, what was asked
+            for; and of a stream whose samples have numbers, ``shards``, the names of its shards, or their number where
+            there are many.
         begins: Epoch and batch at which the start begins.
         resumed: Where the checkpoint that it was resumed from was written: ``start``, ``epoch`` and ``batch`` of the
             batch that was to come. None for a start without a checkpoint.
@@ -77,13 +78,29 @@ class FileHeader:
     host: str = ""
 
 
+class ShardSample(NamedTuple):
+    """A sample of a stream.
+
+    Attributes:
+        shard: The name of its shard.
+        number: Its place among the samples of the shard, from 0.
+    """
+
+    shard: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"sample {self.number} of {self.shard}"
+
+
 class Part(NamedTuple):
     """The items that a batch has of one loader.
 
     Attributes:
         path: The path of the loader.
-        epoch: The epoch of the loader.
-        items: Indices, or keys as text; None where it is not known what the batch consists of.
+        epoch: The epoch of the loader; of a stream whose samples have numbers, the pass over their source.
+        items: Indices, or keys as text; None where it is not known what the batch consists of. Of a stream: the place
+            of a sample in its shard, multiplied by the number of shards, plus the number of the shard.
         number: The number of items.
         cycle: Passes before in the epoch, of a loader that begins again within it.
         sources: Samples of each source of a mixture, where the items do not say it: pairs of its number among the
@@ -103,11 +120,21 @@ class Part(NamedTuple):
     padded: int = 0
     skipped: bool = False
 
-    def listed(self) -> list[Any]:
-        """The items as a list; empty where they are not known."""
+    def listed(self, shards: Sequence[str] | int = 0) -> list[Any]:
+        """The items as a list; empty where they are not known.
+
+        Args:
+            shards: Those of a stream, as the header has them.
+        """
         if self.items is None:
             return []
-        return list(self.items) if isinstance(self.items, tuple) else self.items.tolist()
+        if isinstance(self.items, tuple):
+            return list(self.items)
+        if not shards:
+            return list(self.items.tolist())
+        names, total = (None, shards) if isinstance(shards, int) else (shards, len(shards))
+        places = (divmod(item, total) for item in self.items.tolist())
+        return [ShardSample(names[shard] if names else f"shard {shard}", place) for place, shard in places]
 
 
 class Batch(NamedTuple):

@@ -27,7 +27,8 @@ class Row(NamedTuple):
         rank: Its rank.
         epoch: The epoch of the Trainer.
         batch: The number of the batch in it.
-        items: Indices or keys; empty where they are not known.
+        items: Indices or keys, of streams :class:`~lightning_stateful.ledger.files.ShardSample`; empty where they are
+            not known.
         number: The number of items.
     """
 
@@ -105,7 +106,8 @@ class Ledger:
     Attributes:
         starts: The starts.
         rows: By the path of a loader, and the epoch and cycle of a pass over it, what was trained on: start by start,
-            and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch.
+            and in it rank by rank. A cycle is 0, but of a loader that begins again within an epoch. Of a stream whose
+            samples have numbers, the epoch is the pass over a source, which may end in another epoch of the Trainer.
         skipped: The same of what ``skip=`` has left out; without indices, numbers of steps.
     """
 
@@ -247,7 +249,8 @@ class Ledger:
         if not batch.parts:
             self._ended.add(batch.epoch)
         for part in batch.parts:
-            row = Row(number, rank, batch.epoch, batch.batch, part.listed(), part.number)
+            shards = self.starts[number].header.loaders.get(part.path, {}).get("shards", 0)
+            row = Row(number, rank, batch.epoch, batch.batch, part.listed(shards), part.number)
             found = self.skipped if part.skipped else self.rows
             found.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
 

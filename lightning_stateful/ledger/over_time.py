@@ -17,6 +17,7 @@ Integers = NDArray[np.int64]
 
 # Steps are put together to so many points, each of as many steps or more.
 _MOST_POINTS, _FEWEST_STEPS = 96, 20
+_BITS_OF_PLACE = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Coverage:
         is_again: Whether an earlier start had trained on it in the same epoch, which is a finding; of the same shape.
         begins: The step at which each start begins.
         epochs: The steps at which epochs begin, and their numbers.
+        of_shards: Whether the indices count the samples of a stream that were trained on, shard by shard.
     """
 
     steps: Integers
@@ -40,6 +42,7 @@ class Coverage:
     is_again: NDArray[np.bool_]
     begins: list[int]
     epochs: list[tuple[int, int]]
+    of_shards: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +154,9 @@ def coverage_of(ledger: Ledger, path: str = "") -> Coverage | None:
     for number, (start, begin) in enumerate(zip(ledger.starts, begins, strict=True)):
         new: dict[tuple[int, int], set[int]] = {}
         for rank, batches in sorted(start.batches.items()):
-            for step, (place, batch) in enumerate(_trained(batches), begin):
-                part = _part_of(batch, path)
-                if part is None or not isinstance(part.items, np.ndarray):
-                    continue
-                items, key, is_lost = part.items.astype(np.int64), (part.epoch, part.cycle), place >= start.kept[rank]
+            kept = start.kept[rank]
+            for step, place, batch, part in _parts_over(batches, path, begin):
+                items, key, is_lost = _indices(part, start.header), (part.epoch, part.cycle), place >= kept
                 is_again = np.zeros(len(items), dtype=bool)
                 if not is_lost and part.epoch in with_findings:
                     new.setdefault(key, set()).update(items.tolist())
@@ -170,7 +171,11 @@ def coverage_of(ledger: Ledger, path: str = "") -> Coverage | None:
     sizes = [len(one[0]) for one in found]
     steps, starts, is_lost_of = (np.repeat([one[column] for one in found], sizes) for column in (1, 2, 3))
     items, again = (np.concatenate([one[column] for one in found]) for column in (0, 4))
-    return Coverage(steps, items, starts, is_lost_of, again, begins, sorted((step, of) for of, step in epochs.items()))
+    of_shards = bool(_shards_of(ledger.starts[-1].header, path))
+    if of_shards:
+        items = np.unique(items, return_inverse=True)[1]
+    at = sorted((step, of) for of, step in epochs.items())
+    return Coverage(steps, items, starts, is_lost_of, again, begins, at, of_shards)
 
 
 def shares_of(ledger: Ledger, path: str = "") -> Shares | None:
@@ -320,6 +325,27 @@ def _kept(ledger: Ledger) -> Iterator[tuple[int, tuple[int, int], list[Batch]]]:
                 steps.setdefault((batch.epoch, batch.batch), []).append(batch)
         for at in sorted(steps):
             yield number, at, steps[at]
+
+
+def _parts_over(batches: Sequence[Batch], path: str, begin: int) -> Iterator[tuple[int, int, Batch, Part]]:
+    """Parts with numbers of a loader's batches: the step, counted from ``begin``, the place in the file, the batch."""
+    for step, (place, batch) in enumerate(_trained(batches), begin):
+        for part in batch.parts:
+            if part.path == path and not part.skipped and isinstance(part.items, np.ndarray):
+                yield step, place, batch, part
+
+
+def _indices(part: Part, header: FileHeader) -> Integers:
+    """The items of a part; of a stream's samples, numbers in the order of shards and of places in them."""
+    items = np.asarray(part.items, dtype=np.int64)
+    total = _shards_of(header, part.path)
+    return items if not total else (items % total << _BITS_OF_PLACE) + items // total
+
+
+def _shards_of(header: FileHeader, path: str) -> int:
+    """The number of a stream's shards; 0 of other data."""
+    shards = header.loaders.get(path, {}).get("shards", 0)
+    return shards if isinstance(shards, int) else len(shards)
 
 
 def _part_of(batch: Batch, path: str) -> Part | None:

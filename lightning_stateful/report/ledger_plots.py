@@ -36,7 +36,8 @@ def coverage_picture(found: Coverage, name: str, sources: Sequence[tuple[str, in
         _mark_resumes(axis, found.begins)
         _label_epochs(axis, found.epochs, is_narrow)
         _label_sources(axis, sources)
-        axis.set(xlabel="step of the run", ylabel="index of the sample")
+        what = "sample, shard by shard" if found.of_shards else "index of the sample"
+        axis.set(xlabel="step of the run", ylabel=what)
         axis.margins(x=0.01, y=0.02)
         axis.grid(visible=False)
         _whole_numbers(axis)

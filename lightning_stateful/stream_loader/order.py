@@ -42,6 +42,11 @@ class StreamOrder(StreamReader):
         super().prepare(label, limit=limit, lag=lag)
         self._repeats = repeats
 
+    def number_samples(self) -> None:
+        """Let batches say the numbers of their samples, unless workers have the settings already."""
+        if self.is_unread:
+            self.setup.config = self.setup.config.numbered()
+
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)

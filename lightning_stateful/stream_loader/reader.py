@@ -34,6 +34,7 @@ from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
+from lightning_stateful.streams.numbered import NOTHING
 
 # Of each name, loaders in this process that have met those of other ranks.
 _COUNTED: Counter[str] = Counter()
@@ -53,10 +54,10 @@ class StreamReader(ABC):
         setup: How the stream is read and served.
         recent: The states before recent steps.
         ended: The latest epoch that has ended, and its steps.
-        given: What the sources gave to the latest batch; see :class:`WorkerSlot`. Empty where that is not known.
+        given: The part that sources have in the latest batch; empty where that is not known.
     """
 
-    given: tuple[tuple[int, int, int], ...] = ()
+    given = NOTHING
 
     kind: ClassVar[str]
     version: ClassVar[int] = 1

@@ -17,11 +17,12 @@ from lightning_stateful.stream_loader.rank_store import StateText, complete, dec
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
 from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.numbered import NOTHING, Given
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]
 # A batch, where the slots stand after it, and what each source gave to it.
-_Read = tuple[Any, SlotStates, tuple[tuple[int, int, int], ...]]
+_Read = tuple[Any, SlotStates, Given]
 
 
 class StreamRun:
@@ -40,14 +41,14 @@ class StreamRun:
         begun: Where it began.
         num_served: Batches that were handed over.
         states: Where the slots of this rank stood after the latest of them.
-        given: What the sources gave to the latest of them; see :class:`WorkerSlot`.
+        given: The part that sources have in the latest of them.
         is_closed: Whether it reads no more.
         is_iterated: Whether somebody iterates over it.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
     is_iterated = False
-    given: tuple[tuple[int, int, int], ...] = ()
+    given = NOTHING
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.streams.numbered import NOTHING, Given
 from lightning_stateful.user_loaders import copied, is_torchdatas
 
 # What torch says when a worker is gone, or slow.
@@ -55,7 +56,7 @@ class Delivery(NamedTuple):
         batch: The batch; None in the last delivery, which only says where the slot ended.
         is_end: Whether it is the last.
         said: Texts that a user should read.
-        given: What the sources gave to the batch; see :class:`WorkerSlot`.
+        given: The part that sources have in the batch.
     """
 
     worker: int
@@ -63,7 +64,7 @@ class Delivery(NamedTuple):
     batch: Any
     is_end: bool
     said: tuple[str, ...] = ()
-    given: tuple[tuple[int, int, int], ...] = ()
+    given: Given = NOTHING
 
 
 class SlotDataset(IterableDataset[Delivery]):
@@ -176,7 +177,8 @@ class _Deliveries:
         self._is_over = False
         state = slot.state()
         batch = self._dataset.collated(samples, task, state["batches"])
-        return Delivery(task.worker, self._encode(state), batch, False, self._said(slot), getattr(slot, "given", ()))
+        given = getattr(slot, "given", NOTHING)
+        return Delivery(task.worker, self._encode(state), batch, False, self._said(slot), given)
 
     @staticmethod
     def _said(slot: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
+from lightning_stateful.streams.numbered import numbered, without_numbers
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 from lightning_stateful.streams.transforms import Where, sample_in_words
@@ -60,6 +61,14 @@ class _Block(NamedTuple):
     skipped: int
 
 
+class _NumberedDocument(Document):
+    """A document with the numbers of the sample that it was read from."""
+
+    def __init__(self, columns: Document, numbers: tuple[int, ...]) -> None:
+        super().__init__(columns)
+        self.numbers = numbers
+
+
 class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     """Packs documents into sequences of one length.
 
@@ -91,6 +100,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     """
 
     context: ClassVar[tuple[str, ...]] = ("on_error", "where")
+    keeps_numbers = True
     state_shape: ClassVar = {"source": object, "size": range(1, _MOST_DOCUMENTS + 1), "open": str, "served": COUNT}
 
     def __init__(
@@ -148,7 +158,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
 
     def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
         """The next sequences, up to ``number``."""
-        sequences: list[dict[str, NDArray[Any]]] = []
+        sequences: list[Any] = []
         self._given: list[OpenSequence] = []
         while len(sequences) < number and self._has_next():
             if self._at >= self._first_made + len(self._made):
@@ -159,7 +169,9 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             self._given += self._finished[self._at : self._at + len(taken)]
             self._at += len(taken)
             sequences += taken
-        return sequences
+        if not sequences or not isinstance(self._given[0].pieces[0].columns, _NumberedDocument):
+            return sequences
+        return numbered(sequences, list(map(_numbers_of, self._given)))
 
     def counts(self) -> tuple[int, int, int]:
         """Counts of the sequences that :meth:`next_many` gave latest.
@@ -243,6 +255,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def _fill(self, samples: Sequence[Any], block: _Block) -> list[OpenSequence]:
         """Put the documents of a block into sequences; returns those that are finished."""
         finished: list[OpenSequence] = []
+        samples, numbers = without_numbers(samples)
         num_tokens, most = 0, self._packing.sequence_length if self._packing.is_whole else None
         documents = self._read_lists(samples)
         for number, sample in enumerate(samples):
@@ -256,6 +269,8 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
                     raise self._too_long(document, sample, number, block)
                 self._dropped += 1
                 continue
+            if numbers is not None:
+                document = _NumberedDocument(document, numbers[number])
             finished += self._filler.add(document, block.number)
         if num_tokens > _MANY_TOKENS:
             self._size = max(self._size // 2, 1)
@@ -320,6 +335,12 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
                     break
                 node = next(iter(sources_of(node)), None)
         return sample_in_words(sample, self._where, is_there=is_there)
+
+
+def _numbers_of(sequence: OpenSequence) -> tuple[int, ...]:
+    """The numbers of the samples whose documents begin in a sequence."""
+    documents: Any = [columns for columns, first, _ in sequence.pieces if not first]
+    return tuple(number for document in documents for number in document.numbers)
 
 
 def packed_otherwise(state: Any) -> Any:

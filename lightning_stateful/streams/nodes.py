@@ -94,10 +94,13 @@ class StreamNode(BaseNode[T]):
             ``"where"``.
         state_shape: The shape of its states, as :mod:`~lightning_stateful.shapes` has it, but for counts of what
             is left out; empty where nothing is known of it.
+        keeps_numbers: Whether samples that come with their numbers leave it with them; see
+            :mod:`~lightning_stateful.streams.numbered`.
     """
 
     context: ClassVar[tuple[str, ...]] = ()
     state_shape: ClassVar[Mapping[str, Any]] = {}
+    keeps_numbers: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods

@@ -21,6 +21,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.streams.numbered import without_numbers
 from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class BlockNode(StreamNode[T]):
         PositionError: A block that was begun has another number of items than before.
     """
 
+    keeps_numbers = True
     state_shape: ClassVar[Mapping[str, Any]] = {
         "source": object,
         "block": COUNT,
@@ -229,18 +231,20 @@ class LengthBatcher(BlockNode[list[Any]]):
         return ["read_ahead", described]
 
     def _made_of(self, samples: list[Any], block: int) -> list[list[Any]]:
+        given, (samples, _) = samples, without_numbers(samples)
         lengths = self._measure(samples)
         if int(lengths.max()) > self._longest:
             fits = lengths <= self._longest
             if self._budget.too_long == "error":
                 raise self._too_long_error(samples[int(fits.argmin())], int(lengths[fits.argmin()]))
             self._dropped += len(samples) - int(fits.sum())
-            samples, lengths = list(compress(samples, fits.tolist())), lengths[fits]
+            samples, given = (list(compress(some, fits.tolist())) for some in (samples, given))
+            lengths = lengths[fits]
         keys = None if self._key_of is None else self._integers(samples, self._key_of, "boundary key", -(2**63), 2**63)
         batches = cut_window(lengths, self._num_samples, keys)
         if self._shuffle_batches:
             batches = _permuted(batches, derive_seed("length batches", self._seed, block))
-        return [[samples[index] for index in batch] for batch in batches]
+        return [[given[index] for index in batch] for batch in batches]
 
     def _measure(self, samples: list[Any]) -> Indices:
         first = samples[0]

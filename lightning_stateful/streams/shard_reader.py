@@ -17,6 +17,7 @@ from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode, close, reset_to, skip, state_of
+from lightning_stateful.streams.numbered import Numbered, Numbering
 from lightning_stateful.streams.own_state import OF_STATES
 
 OnError = Literal["raise", "skip"]
@@ -56,6 +57,7 @@ class ShardReader(StreamNode[Any]):
         seeds_samples: False to seed only shards as they are opened. Samples at which user code may draw are read in
             whole runs, up to 31 further than asked for.
         on_error: ``"skip"`` to leave out the rest of a shard that cannot be read, and count it.
+        numbering: Gives each sample its number, with which it comes; None for samples alone.
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -82,9 +84,11 @@ class ShardReader(StreamNode[Any]):
         seed: int | None = None,
         seeds_samples: bool = True,
         on_error: OnError = "raise",
+        numbering: Numbering | None = None,
     ) -> None:
         super().__init__()
         check_on_error(on_error)
+        self._numbering = numbering
         self._shards, self._numbers, self._epoch, self._on_error = shards, numbers, epoch, on_error
         self._seed = None if seed is None else derive_seed("item", seed, epoch)
         self._seeds_samples = seeds_samples and seed is not None
@@ -124,6 +128,10 @@ class ShardReader(StreamNode[Any]):
                 samples.extend(islice(self._samples, number - before))
             except Exception as error:
                 failure = error
+            if self._numbering is not None:
+                count = len(samples) - before
+                numbers = self._numbering.numbers(self._epoch, self._numbers[self._at], self._item, count)
+                samples[before:] = map(Numbered, zip(samples[before:], zip(numbers), strict=True))
             self._item += len(samples) - before
             if failure is not None:
                 self._leave_out_shard(failure)

@@ -22,6 +22,7 @@ from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
 from lightning_stateful.streams.document_packer import PACKED
 from lightning_stateful.streams.nodes import Shards, StreamNode
+from lightning_stateful.streams.numbered import Numbering
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, ShardReader, check_on_error
 
@@ -74,6 +75,7 @@ class Source:
         seed_samples: Whether what user code draws at a sample is a function of (seed, pass, shard, sample).
         on_error: Whether a shard that cannot be read is an error or left out.
         steps: What is done to the samples, one after the other.
+        numbering: Gives the samples numbers that go with them; None for none.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -87,6 +89,7 @@ class Source:
     seed_samples: bool = True
     on_error: OnError = "raise"
     steps: Sequence[Transform] = field(default=())
+    numbering: Numbering | None = None
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
@@ -143,6 +146,7 @@ class Source:
             seed=sample_seed,
             seeds_samples=self.shards.draws,
             on_error=self.on_error,
+            numbering=self.numbering,
         )
         node: StreamNode[Any] = reader
         if self.buffer_size > 1:

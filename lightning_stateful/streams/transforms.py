@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torchdata.nodes import BaseNode
 
@@ -21,6 +21,7 @@ from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import COUNT
 from lightning_stateful.streams.hugging_face_pipelines import name_and_arguments
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.streams.numbered import Numbered, numbered, without_numbers
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class _SampleNode(StreamNode[Any]):
 
     context: ClassVar[tuple[str, ...]] = ("seed", "on_error", "where")
     state_shape: ClassVar = {"source": object, "item": COUNT}
+    keeps_numbers = True
     _keeps_all: ClassVar[bool] = True
 
     def __init__(
@@ -150,8 +152,12 @@ class MapNode(_SampleNode):
         return ["map", name_of(self._function)]
 
     def _items_of(self, samples: list[Any]) -> list[Any]:
+        samples, numbers = without_numbers(samples)
         results = self._run(samples, self._function)
-        return [result for result in results if result is not _FAILED] if self._on_error == "skip" else results
+        items = results if numbers is None else numbered(results, numbers)
+        if self._on_error != "skip":
+            return items
+        return list(compress(items, [result is not _FAILED for result in results]))
 
 
 class FilterNode(_SampleNode):
@@ -179,7 +185,8 @@ class FilterNode(_SampleNode):
         return ["filter", name_of(self._function)]
 
     def _items_of(self, samples: list[Any]) -> list[Any]:
-        return list(compress(samples, [kept is True for kept in self._run(samples, self._keeps)]))
+        alone, _ = without_numbers(samples)
+        return list(compress(samples, [kept is True for kept in self._run(alone, self._keeps)]))
 
     def _keeps(self, sample: Any) -> bool:
         return bool(self._function(sample))
@@ -205,6 +212,7 @@ class WindowNode(StreamNode[tuple[T, ...]]):
 
     context: ClassVar[tuple[str, ...]] = ()
     state_shape: ClassVar = {"source": object, "since": COUNT}
+    keeps_numbers = True
 
     def __init__(self, source: BaseNode[T], width: int, step: int = 1) -> None:
         super().__init__()
@@ -243,7 +251,9 @@ class WindowNode(StreamNode[tuple[T, ...]]):
         self._first += self._step
         while len(self._bases) > 1 and self._bases[1][0] <= self._first:
             del self._bases[0]
-        return tuple(self._items)
+        items, numbers = without_numbers(self._items)
+        # The window has the numbers of its first sample.
+        return tuple(items) if numbers is None else cast(tuple[T, ...], Numbered((tuple(items), numbers[0])))
 
     def get_state(self) -> NodeState:
         """A state of the source that the next window has not passed, and how far from there it begins."""
@@ -279,6 +289,7 @@ class RunningStateNode(StreamNode[Any]):
 
     context: ClassVar[tuple[str, ...]] = ("where",)
     state_shape: ClassVar = {"source": object, "since": COUNT, "state": object}
+    keeps_numbers = True
 
     def __init__(
         self,
@@ -306,13 +317,13 @@ class RunningStateNode(StreamNode[Any]):
 
     def next(self) -> Any:
         """The next value."""
-        sample = next(self.source)
+        (sample,), numbers = without_numbers([next(self.source)])
         try:
             value, self._state = self._function(self._state, sample)
         except Exception as error:
             raise failed(self._function, sample, error, self._where) from error
         self._since += 1
-        return value
+        return value if numbers is None else Numbered((value, numbers[0]))
 
     def get_state(self) -> NodeState:
         """A state of some samples ago, that of the source there, and how many samples."""

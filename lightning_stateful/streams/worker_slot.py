@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from lightning_stateful.core.checks import as_int
@@ -13,6 +14,7 @@ from lightning_stateful.shapes import COUNT, Either
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
 from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
+from lightning_stateful.streams.numbered import NOTHING, Given, Numbering, without_numbers
 from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Mixing, Source
 
@@ -114,6 +116,18 @@ class StreamConfig:
         """The same stream as one of several that are read side by side, whose randomness it does not share."""
         sources = {name: source.at(path) for name, source in self.sources.items()}
         return replace(self, sources=sources, mixing=None if self.mixing is None else self.mixing.at(path))
+
+    def numbered(self) -> StreamConfig:
+        """The same stream, whose worker slots say the numbers of samples, if all nodes keep these."""
+        if not all(step.kind.keeps_numbers for source in self.sources.values() for step in source.steps):
+            return self
+        shards = [source.shards.num_shards for source in self.sources.values()]
+        numberings = (Numbering(first, sum(shards)) for first in accumulate(shards, initial=0))
+        sources = {
+            name: replace(source, numbering=numbering)
+            for (name, source), numbering in zip(self.sources.items(), numberings, strict=False)
+        }
+        return replace(self, sources=sources)
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -316,12 +330,11 @@ class WorkerSlot:
         epoch: The pass.
         goes_on: Whether there is something behind an error.
         said: Texts that a user should read, which whoever shows them takes out.
-        given: Of each source in the latest batch its number, samples, and tokens of padding in packed ones; empty where
-            a stream has one source that is not packed.
+        given: The part that sources have in the latest batch.
     """
 
     goes_on = False
-    given: tuple[tuple[int, int, int], ...] = ()
+    given = NOTHING
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
         self._config, self._task, self.epoch = config, task, task.epoch
@@ -367,8 +380,11 @@ class WorkerSlot:
             self._over = True
             raise StopIteration
         self._served += 1
+        batch, numbers = without_numbers(batch)
+        if numbers is not None:
+            self.given = Given(numbers=tuple(chain.from_iterable(numbers)))
         if self._config.counts_given:
-            self.given = self._given_since(before, len(batch))
+            self.given = self.given._replace(sources=self._given_since(before, len(batch)))
         return batch
 
     def state(self) -> NodeState:

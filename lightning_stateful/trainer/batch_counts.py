@@ -78,7 +78,7 @@ class BatchCounts:
             indices: The indices of the batch; None of a stream's.
         """
         if self._mixing is not None:
-            return tuple((number, samples) for number, samples, _ in self._stream.given)
+            return tuple((number, samples) for number, samples, _ in self._stream.given.sources)
         if not self._bounds or indices is None:
             return ()
         # Batches are small: arrays would take longer.
@@ -100,7 +100,7 @@ class BatchCounts:
             counts: tuple[int, int] = self._packed.num_tokens_at(listed)
             return counts
         if self._stream is not None and self._room:
-            given = self._stream.given
+            given = self._stream.given.sources
             room = self._room * sum(samples for _, samples, _ in given)
             return room - sum(padding for _, _, padding in given), room
         return 0, 0

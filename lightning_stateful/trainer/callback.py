@@ -80,9 +80,9 @@ class StatefulDataCallback(pl.Callback):
             ``data/samples`` and so on; docs/logs.md has all names.
         check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
             again on a resume, to refuse data that are others than before.
-        ledger: A folder to which each rank writes what it trains on: of data with an index the indices. Read it with
-            :func:`~lightning_stateful.ledger.read_ledger`.
-        ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have no index:
+        ledger: A folder to which each rank writes what it trains on: of data with an index the indices, of streams
+            shard and number of each sample. Read it with :func:`~lightning_stateful.ledger.read_ledger`.
+        ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have neither:
             ``lambda batch: batch["id"]``.
         max_tokens_total: Stop training after the first step by which so many tokens of packed documents were served
             since it began, over all ranks, separators among them and padding left out; exact over resumes.

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import Progress
@@ -25,10 +26,15 @@ from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
+from lightning_stateful.stream_loader.order import StreamOrder
+from lightning_stateful.streams.numbered import by_pass
+from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.trainer.batch_counts import BatchCounts
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.ranks import gathered, topology_of
 
+# Of more shards a header has their number alone.
+_MOST_NAMES = 1000
 _PACKAGES = ("lightning_stateful", "torch", "lightning", "pytorch_lightning")
 
 
@@ -63,6 +69,8 @@ class LedgerWriter:
         self._file: LedgerFile | None = None
         self._fetched: deque[_Fetched] = deque()
         self._counts: dict[str, BatchCounts] = {}
+        # By path, the latest pass over a stream.
+        self._passes: dict[str, int] = {}
         # By the clock of the header's time.
         self._began_at = 0.0
         # Whether a checkpoint of another rank may have a batch that this one is killed in.
@@ -93,6 +101,13 @@ class LedgerWriter:
             self._resumed = dict(state)
         else:
             self._resumed = {"start": state, "epoch": at[0], "batch": at[1]} if state else None
+
+    def prepare(self, loader: AnyLoader) -> None:
+        """Let a loader that nobody has read yet say which samples its batches have."""
+        if self.is_on and isinstance(loader, StatefulLoader):
+            loader.keep_indices()
+        elif self.is_on and self._key is None and isinstance(loader.order, StreamOrder):
+            loader.order.number_samples()
 
     def begin(self, trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], begins: tuple[int, int]) -> None:
         """Begin the file of this start. A collective, where there are several processes.
@@ -155,14 +170,20 @@ class LedgerWriter:
             self._counts[path] = BatchCounts(loader)
         counts = self._counts[path]
         indices = loader.indices if isinstance(loader, StatefulLoader) else None
-        # Lightning may fetch the first batch before training begins.
-        if self._key is not None:
-            items, number = self._keys_of(batch, self._key, indices)
+        numbers = loader.order.given.numbers if isinstance(loader, StreamLoader) and self._key is None else None
+        if numbers is not None:
+            # A pass over a source may end within a batch; of packed documents none may begin in it.
+            passes = by_pass(numbers) or [(self._passes.get(path, at.epoch), np.empty(0, dtype=np.uint64))]
+            self._passes[path] = passes[-1][0]
+            parts = [Part(path, number, places, len(places), at.cycle) for number, places in passes]
+        elif self._key is not None:
+            parts = [Part(path, at.epoch, *self._keys_of(batch, self._key, indices), at.cycle)]
         else:
-            items, number = (None, 0) if indices is None else as_items(indices)
+            parts = [Part(path, at.epoch, *((None, 0) if indices is None else as_items(indices)), at.cycle)]
         # Indices say themselves of which source they are.
         sources = counts.sources(indices) if self._key is not None or indices is None else ()
-        parts = [Part(path, at.epoch, items, number, at.cycle, sources, *counts.padding(indices))]
+        tokens, padded = counts.padding(indices)
+        parts[0] = parts[0]._replace(sources=sources, tokens=tokens, padded=padded)
         if left_out is not None:
             skipped = (None, left_out) if isinstance(left_out, int) else as_items(left_out)
             parts.append(Part(path, at.epoch, *skipped, at.cycle, skipped=True))
@@ -268,10 +289,27 @@ def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[st
             "length": _num_once(loader) if is_whole else None,
             "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
             "data": digest(loader.tracker.config),
+            **_shards_in(loader),
             **BatchCounts(loader).described(),
         }
         for path, loader in loaders.items()
     }
+
+
+def _shards_in(loader: AnyLoader) -> dict[str, Any]:
+    """The shards of a stream whose samples have numbers, of each of which a pass has every sample once."""
+    config = getattr(loader.order.setup, "config", None) if isinstance(loader, StreamLoader) else None
+    if not isinstance(config, StreamConfig) or any(source.numbering is None for source in config.sources.values()):
+        return {}
+    shards = {name: source.shards for name, source in config.sources.items()}
+    described: dict[str, Any] = {"once": True, "data": digest([(name, of.describe()) for name, of in shards.items()])}
+    number = sum(of.num_shards for of in shards.values())
+    if number > _MOST_NAMES:
+        return {**described, "shards": number}
+    pairs = [(name, of.name(shard)) for name, of in shards.items() for shard in range(of.num_shards)]
+    names = [f"{source}: {name}" if source else name for source, name in pairs]
+    repeats = len(set(names)) < number
+    return {**described, "shards": [f"{name} (shard {at})" if repeats else name for at, name in enumerate(names)]}
 
 
 def _is_a_pass(loader: StreamLoader) -> bool:

@@ -348,8 +348,7 @@ class TrainLoaders:
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
         loader = self.combined.loaders[path]
-        if self._ledger.is_on and isinstance(loader, StatefulLoader):
-            loader.keep_indices()
+        self._ledger.prepare(loader)
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
         return LoaderProxy(
             loader,

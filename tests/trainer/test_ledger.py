@@ -20,7 +20,7 @@ from support.ddp_runs import chain_of, on_ranks
 from support.ledger import LedgerModel, Numbers, batches, trained
 from support.ranks import Ranks, start, start_ranks
 from support.runs import Moment, SaveAt, SaveOnException, StopAt, numbers_module, quiet_trainer, stopped, train
-from support.stream_runs import EVERY_SAMPLE, chunks, sample
+from support.stream_runs import EVERY_SAMPLE, Own, chunks, sample
 from support.stream_runs import module as stream_module
 from support.stream_troubles import fail
 from torch.utils.data import DataLoader
@@ -149,7 +149,7 @@ def test_batches_of_other_data_are_known_by_their_keys(tmp_path: Path) -> None:
     assert written(tmp_path, 1)[-len(rest) :] == rest
 
 
-@pytest.mark.parametrize("make", [lambda: stream_module(chunks()), lambda: Twice(Numbers(NUM), batch_size=2)])
+@pytest.mark.parametrize("make", [lambda: stream_module(Own()), lambda: Twice(Numbers(NUM), batch_size=2)])
 def test_batches_that_are_not_known_are_counted(tmp_path: Path, make: Callable[[], Any]) -> None:
     whole = writing(tmp_path)(make, max_epochs=1)
     rows = read_ledger(tmp_path / "ledger").rows[""][0, 0]
