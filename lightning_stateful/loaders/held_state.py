@@ -67,18 +67,20 @@ class HeldState:
     def plain(self) -> dict[str, str]:
         """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""
         plain: dict[str, str] = {}
+        for name, item in self.attributes():
+            if isinstance(item, (int, float, bool, str)) and not (isinstance(item, str) and "/" in item):
+                plain[name] = repr(item)
         for name, (value, copied) in self._kept.items():
-            way = name.partition(".")[2]
-            items = copied.items() if isinstance(copied, dict) and not isinstance(value, dict) else ()
-            shown = [(key, item) for key, item in items if isinstance(item, (int, float, bool, str))]
-            plain |= {
-                f"{way}.{key}".removeprefix("."): repr(item)
-                for key, item in shown
-                if not (isinstance(item, str) and "/" in item)
-            }
             if isinstance(value, torch.Tensor) and value.numel() == 1:
-                plain[way] = repr(copied.tolist())
+                plain[name.partition(".")[2]] = repr(copied.tolist())
         return plain
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes of objects that are held, by the way that leads there."""
+        for name, (value, copied) in self._kept.items():
+            if isinstance(copied, dict) and not isinstance(value, dict):
+                way = name.partition(".")[2]
+                yield from ((f"{way}.{key}".removeprefix("."), item) for key, item in copied.items())
 
     def containers(self) -> dict[str, Any]:
         """Lists, deques, dicts, sets, strings, tuples and tensors that are held, by the way that leads there."""

@@ -170,7 +170,7 @@ class BatchContent:
     def _changed_settings(self, path: str) -> str:
         """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
         now = _settings_of(self._loaders[path])
-        return "" if now == self._settings[path] else now
+        return ("" if now == self._settings[path] else now) + self.settings.changed_containers(path)
 
     def _compared(
         self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]

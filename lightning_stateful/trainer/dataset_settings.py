@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import ConcatDataset
 
@@ -16,13 +19,16 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 
 # Attributes in a checkpoint, and characters of each one's value.
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
+# What is larger is not looked at: values in lists, dicts and sets, and bytes of arrays and tensors.
+_MOST_VALUES, _MOST_BYTES = 10_000, 2**22
 _DEFAULTS = (bool, int, float, str)
 
 
 class DatasetSettings:
-    """Numbers and strings among the attributes of map-style datasets that something else than reading has set.
+    """Plain values among the attributes of map-style datasets that something else than reading has set.
 
-    A hook that makes samples harder with every batch sets one, for example. Attributes that change while the first
+    They are numbers, strings, arrays and tensors, and lists, tuples, dicts and sets of such. A hook that makes samples
+    harder with every batch sets one, for example. Attributes that change while the first
     batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
 
     Args:
@@ -87,6 +93,13 @@ class DatasetSettings:
                 found[path] = {name: [now.get(name, ""), began.get(name, "")] for name in names[:_MOST_ATTRIBUTES]}
         return found
 
+    def changed_containers(self, path: str) -> str:
+        """Digest of containers, arrays and tensors that something else than reading has changed; empty for none."""
+        built, read = self._built[path], self._changed_by_reading[path]
+        now = _containers(self._loaders[path])
+        changed = sorted((name, text) for name, text in now.items() if text != built.get(name, "") and name not in read)
+        return hashlib.blake2b(repr(changed).encode("utf-8", "replace"), digest_size=6).hexdigest() if changed else ""
+
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         expected = self._expected.get(path, {})
         self._expected = {other: of for other, of in self._expected.items() if other != path}
@@ -117,10 +130,60 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
         held = {name: repr(value) for name, value in vars(type(dataset)).items() if type(value) in _DEFAULTS}
         held = {name: value for name, value in held.items() if name[:2] != "__"}
         for name, value in {**held, **HeldState(dataset, containers=False).plain()}.items():
-            long = len(value) > _MOST_CHARACTERS
-            shown = hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=6).hexdigest() if long else value
-            found[f"{number}.{name}" if number else name] = shown
-    return found
+            found[f"{number}.{name}" if number else name] = _shortened(value)
+    return {**found, **_containers(loader)}
+
+
+def _containers(loader: StatefulLoader) -> dict[str, str]:
+    return {
+        f"{number}.{name}" if number else name: _shortened(text)
+        for number, dataset in enumerate(_users_of(loader.dataset))
+        for name, value in HeldState(dataset, containers=False).attributes()
+        if (text := _shown(value)) and not _is_column(value, dataset)
+    }
+
+
+def _is_column(value: Any, dataset: Any) -> bool:
+    """Whether a value has an item for each sample: such are compared as the dataset's content."""
+    if not isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) or not hasattr(type(dataset), "__len__"):
+        return False
+    return (getattr(value, "ndim", 1) > 0) and len(value) == len(dataset)
+
+
+def _shown(value: Any) -> str:
+    """A container of plain values, an array or a tensor as text; empty for anything else, and for large ones."""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        # NumPy has not all of torch's types.
+        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
+            return ""
+        digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=6).hexdigest()
+        return f"an array {digest} of {value.nbytes} bytes"
+    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST_VALUES:
+        return ""
+    if not _is_plain(value):
+        return ""
+    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container has plain values alone, not too many, and no paths."""
+    left: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)
+    number = len(left)
+    while left and number <= _MOST_VALUES:
+        item = left.pop()
+        if isinstance(item, (list, tuple, dict, deque)):
+            left += item.items() if isinstance(item, dict) else item
+            number += len(item)
+        elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
+            return False
+    return not left
+
+
+def _shortened(text: str) -> str:
+    is_long = len(text) > _MOST_CHARACTERS
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest() if is_long else text
 
 
 def _users_of(dataset: Any) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -95,6 +97,76 @@ def test_a_resume_is_exact_or_says_which_attribute_is_not_set_again(
     said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
     assert (resumed == whole[BATCHES + 4 :]) == (not warned)
     assert [WARNED in one and warned in one for one in said] == [True] * bool(warned), said
+
+
+def stage(dataset: Any, level: int) -> None:
+    dataset.stage["level"] = level
+
+
+def scale(dataset: Any, level: int) -> None:
+    dataset.scales[3] = level
+
+
+def weigh(dataset: Any, level: int) -> None:
+    dataset.weights[:4] = level
+
+
+def halve(dataset: Any, level: int) -> None:
+    dataset.halves.fill_(level)
+
+
+class Kinds(Levels):
+    """Holds containers that a hook changes in place, and a cache that fills while samples are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage: dict[str, Any] = {"level": 0, "names": ("a", "b")}
+        self.scales = [0.0] * 8
+        self.weights = np.zeros(8, dtype=np.float32)
+        self.halves = torch.zeros(3, dtype=torch.bfloat16)
+        self.cache: dict[int, float] = {}
+        self.seen: set[str] = set()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        level = self.stage["level"] + self.scales[3] + float(self.weights[0]) + float(self.halves[0])
+        self.cache[index] = level
+        self.seen.add(f"sample {index}")
+        return torch.full((32,), index + 1000.0 * level)
+
+
+class Sets(Raises):
+    def __init__(self, dataset: Any, change: Any, path: Path) -> None:
+        super().__init__(dataset, "on_train_batch_end", "", path)
+        self.change = change
+
+    def raised(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.change(self.dataset, 1 + trainer.global_step // 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "warned"),
+    [
+        (stage, "stage was {'level': 5, 'names': ('a', 'b')} and is {'level': 0, 'names': ('a', 'b')}"),
+        (scale, "scales was [0.0, 0.0, 0.0, 5, 0.0, 0.0, 0.0, 0.0] and is [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]"),
+        (weigh, r"weights was an array \w+ of 32 bytes and is an array \w+ of 32 bytes"),
+        (halve, r"halves was an array \w+ of 6 bytes and is an array"),
+    ],
+)
+def test_containers_arrays_and_tensors_that_a_hook_changes_are_named(tmp_path: Path, change: Any, warned: str) -> None:
+    def fit(resumed: bool) -> list[list[float]]:
+        callback = Sets(Kinds(), change, tmp_path / "middle.ckpt")
+        loader = DataLoader(callback.dataset, batch_size=2, shuffle=True)
+        trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
+        trainer.fit(BoringModel(), loader, ckpt_path=callback.path if resumed else None)
+        return callback.trained
+
+    whole = fit(resumed=False)
+    with pytest.warns(StatefulWarning, match="a Kinds, were changed in training.*") as caught:
+        assert fit(resumed=True) != whole[BATCHES + 4 :]
+    (said,) = (str(one.message) for one in caught if "a Kinds" in str(one.message))
+    assert re.search(warned if "array" in warned else re.escape(warned), said), said
+    assert "cache" not in said
+    assert "seen" not in said
 
 
 class Hard(Sampler[int]):
