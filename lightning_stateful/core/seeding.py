@@ -75,10 +75,12 @@ _WORD = 2**64 - 1
 
 
 def _encode(labels: tuple[Label, ...]) -> bytes:
-    parts = []
+    # The tag keeps 1 and "1" apart, the length in bytes keeps ("ab", "c") and ("a", "bc") apart.
+    text = ""
     for label in labels:
-        # The tag keeps 1 and "1" apart, the length keeps ("ab", "c") and ("a", "bc") apart.
-        tag, text = ("s", label) if isinstance(label, str) else ("i", str(operator.index(label)))
-        raw = text.encode()
-        parts.append(f"{tag}{len(raw)}:".encode() + raw)
-    return b"".join(parts)
+        if isinstance(label, str):
+            text += f"s{len(label.encode())}:{label}"
+        else:
+            number = str(operator.index(label))
+            text += f"i{len(number)}:{number}"
+    return text.encode()
