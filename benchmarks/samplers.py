@@ -171,7 +171,8 @@ def state_after(subject: Any, slots: int, last: int) -> dict[str, Any]:
     """The state after so many slots: it is fast-forwarded up to the last item, and only that is served."""
     subject.set_epoch(0)
     state: dict[str, Any] = subject.state_dict()
-    progress = {**state["progress"], "consumed": slots - last}
+    # Without notes of items that an earlier pass of this process may have left.
+    progress = {**state["progress"], "consumed": slots - last, state["kind"]: []}
     subject.load_state_dict(pack(state["kind"], state["order_version"], state["config"], progress))
     next(iter(subject))
     state = subject.state_dict()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from functools import lru_cache
 from typing import SupportsIndex
 
 Label = str | SupportsIndex
@@ -29,6 +30,18 @@ def derive_seed(*labels: Label) -> int:
         BLAKE2b (RFC 7693) over length-prefixed, type-tagged labels.
     """
     return int.from_bytes(hashlib.blake2b(_encode(labels), digest_size=8).digest(), "little")
+
+
+def derive_seed_within(first: tuple[Label, ...], *labels: Label) -> int:
+    """The seed ``derive_seed(*first, *labels)``, in less time where many seeds have the same first labels."""
+    hashed = _hash_of(first).copy()
+    hashed.update(_encode(labels))
+    return int.from_bytes(hashed.digest(), "little")
+
+
+@lru_cache(maxsize=64)
+def _hash_of(labels: tuple[Label, ...]) -> hashlib.blake2b:
+    return hashlib.blake2b(_encode(labels), digest_size=8)
 
 
 def derive_words(count: int, *labels: Label) -> list[int]:
@@ -75,10 +88,12 @@ _WORD = 2**64 - 1
 
 
 def _encode(labels: tuple[Label, ...]) -> bytes:
-    parts = []
+    # The tag keeps 1 and "1" apart, the length in bytes keeps ("ab", "c") and ("a", "bc") apart.
+    text = ""
     for label in labels:
-        # The tag keeps 1 and "1" apart, the length keeps ("ab", "c") and ("a", "bc") apart.
-        tag, text = ("s", label) if isinstance(label, str) else ("i", str(operator.index(label)))
-        raw = text.encode()
-        parts.append(f"{tag}{len(raw)}:".encode() + raw)
-    return b"".join(parts)
+        if isinstance(label, str):
+            text += f"s{len(label.encode())}:{label}"
+        else:
+            number = str(operator.index(label))
+            text += f"i{len(number)}:{number}"
+    return text.encode()

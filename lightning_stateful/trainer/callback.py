@@ -450,7 +450,7 @@ class StatefulDataCallback(pl.Callback):
         phase = self._in_training()
         if phase.batch is None:
             refuse_other_loaders(trainer, self._loaders)
-        self._phase = replace(phase, batch=loop_progress.note_batch(trainer))
+        self._phase = Training(loop_progress.note_batch(trainer), phase.validation_epoch)
         self._results.note_batch(trainer)
         self.settings.ledger.begin_batch(loop_progress.next_step(trainer))
         other_callbacks.clear_stale_gradients(trainer)

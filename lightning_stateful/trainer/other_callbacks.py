@@ -116,8 +116,9 @@ def waits_to_stop(trainer: pl.Trainer, epochs: int) -> bool:
         trainer: The trainer.
         epochs: Epochs that are over.
     """
-    may_stop = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
-    return trainer.should_stop and not may_stop
+    if not trainer.should_stop:
+        return False
+    return epochs < (trainer.min_epochs or 0) or trainer.global_step < (trainer.min_steps or 0)
 
 
 def tell_to_stop(trainer: pl.Trainer, *, after_validation: bool) -> None:

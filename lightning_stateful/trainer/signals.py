@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -101,7 +100,8 @@ class HeldSignals:
             # Lightning's own agreement on SIGTERM, of which there is no more need.
             self._replace(epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
 
-    def _wrap(self, loop: Any, name: str, around: Callable[[], Any]) -> None:
+    def _wrap(self, loop: Any, name: str, around: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let ``around`` run a method: it gets the method with its arguments, and returns its result."""
         # No local function: where workers are spawned, the trainer may have to be pickled.
         self._replace(loop, name, partial(_run_within, around, loop, name, vars(loop).get(name)))
 
@@ -109,28 +109,26 @@ class HeldSignals:
         self._wrapped.append((loop, name, vars(loop).get(name)))
         setattr(loop, name, method)
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _held(self, run: Callable[[], Any]) -> Any:
         before, self._holding = self._holding, True
-        yield
+        result = run()
         self._holding = before
         self._run_handlers()
+        return result
 
-    @contextmanager
-    def _let_through(self) -> Iterator[None]:
+    def _let_through(self, run: Callable[[], Any]) -> Any:
         before, self._holding = self._holding, False
         self._run_handlers()
-        yield
+        result = run()
         self._holding = before
+        return result
 
-    @contextmanager
-    def _after_batch(self) -> Iterator[None]:
+    def _after_batch(self, run: Callable[[], Any]) -> Any:
         self._holding = False
         if self._together:
             self._agree()
         self._run_handlers()
-        with self._held():
-            yield
+        return self._held(run)
 
     def _receive(self, signum: int, frame: Any) -> None:
         again = signum == signal.SIGINT and signum in self._arrived
@@ -156,9 +154,8 @@ class HeldSignals:
             self._handlers.get(signum, signal.default_int_handler)(signum, sys._getframe())
 
 
-def _run_within(around: Callable[[], Any], loop: Any, name: str, own: Callable[..., Any] | None, *args: Any) -> Any:
-    with around():
-        return getattr(type(loop), name)(loop, *args) if own is None else own(*args)
+def _run_within(around: Callable[..., Any], loop: Any, name: str, own: Callable[..., Any] | None, *args: Any) -> Any:
+    return around(partial(getattr(type(loop), name), loop, *args) if own is None else partial(own, *args))
 
 
 def _do_nothing() -> None:

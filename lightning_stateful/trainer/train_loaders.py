@@ -10,7 +10,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
-from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
@@ -492,4 +492,4 @@ def overfits(trainer: Any) -> bool:
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
     """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
-    seed_devices(derive_seed("model", seed, rank, stage, epoch, batch))
+    seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.core.seeding import derive_seed, loader_seed, mixed_seed
+from lightning_stateful.core.seeding import derive_seed, derive_seed_within, loader_seed, mixed_seed
 
 # Few letters, so that labels are often alike: those of the encoding, and one of two bytes.
 TEXTS = st.lists(st.sampled_from("is12:-ä"), max_size=5).map("".join)
@@ -36,6 +36,11 @@ def test_mixed_seeds_never_change_between_versions() -> None:
 @given(LABELS, LABELS)
 def test_two_lists_of_labels_give_one_seed_only_if_they_are_equal(first: list[Any], second: list[Any]) -> None:
     assert (derive_seed(*first) == derive_seed(*second)) == (first == second)
+
+
+@given(LABELS, LABELS)
+def test_a_seed_within_first_labels_is_that_of_all_labels(first: list[Any], others: list[Any]) -> None:
+    assert derive_seed_within(tuple(first), *others) == derive_seed(*first, *others)
 
 
 def test_a_loader_that_stands_alone_keeps_its_seed_and_others_draw_from_their_paths() -> None:
