@@ -142,6 +142,11 @@ class CombinedLoaders:
                 f"over within one. Combine the loaders in the mode 'min_size' or 'max_size', or {remedy}."
             )
 
+    def begin_in(self, epoch: int) -> None:
+        """Let all loaders begin with an epoch."""
+        for loader in self.loaders.values():
+            loader.begin_in(epoch)
+
     def continue_from(self, other: CombinedLoaders, epoch: int) -> None:
         """Let loaders whose epochs follow each other begin ``epoch`` where the same ones of ``other`` have ended.
 

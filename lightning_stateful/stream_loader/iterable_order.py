@@ -196,9 +196,9 @@ class IterableOrder(StreamReader):
             self._watch.expected = dict(progress.details.get("set", {}))
 
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
-        """As of other readers, and between epochs what was set on the dataset since a pass."""
+        """As of other readers, and what was set on the dataset between passes."""
         details = super().details_at(epoch, step)
-        found = self._watch.found() if self._watch is not None and not step else {}
+        found = {} if self._watch is None else self._watch.found(within=step > 0)
         return {**details, "set": found} if found else details
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:

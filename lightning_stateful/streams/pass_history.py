@@ -58,11 +58,13 @@ class SetBetweenPasses:
         self.expected: dict[str, str] = {}
         # What it held when the latest pass had ended; None within a pass that may change it.
         self._left: dict[str, str] | None = None
+        # What it held when the latest pass began.
+        self._begun: dict[str, str] = {}
         self._set: set[str] = set()
 
     def note_begin(self) -> None:
         """A pass is about to begin."""
-        now = self._compare()
+        self._begun = now = self._compare()
         if lost := sorted(name for name, held in self.expected.items() if now.get(name, "") != held):
             _warn(
                 f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
@@ -76,11 +78,15 @@ class SetBetweenPasses:
         if not self._in_workers:
             self._left = self._held()
 
-    def found(self) -> dict[str, str]:
-        """Digests of the attributes that were set between passes, by ``class.attribute``, as they are now."""
+    def found(self, *, within: bool = False) -> dict[str, str]:
+        """Digests of the attributes that were set between passes, by ``class.attribute``.
+
+        Args:
+            within: As they were when the latest pass began; else as they are now.
+        """
         if self.expected:
             return self.expected
-        now = self._compare()
+        now = self._begun if within else self._compare()
         return {name: now.get(name, "") for name in sorted(self._set)}
 
     def _compare(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import EpochPlan, Progress
@@ -82,6 +83,7 @@ class BatchContent:
             rank_zero_info(f"A batch could not be digested, and will not be compared on a resume: {error!r}")
             self.latest.pop(path, None)
             return
+        held = self.settings.changed_containers(path)
         self.latest[path] = {
             "batch": list(at),
             "progress": plan.progress_after(step).to_dict(),
@@ -89,12 +91,19 @@ class BatchContent:
             "ranks": topology.num_replicas,
             "rank": topology.rank,
             "settings": self._changed_settings(path),
+            **({"held": held} if held else {}),
             **content,
         }
 
     def state(self) -> dict[str, Any]:
         """The parts of a checkpoint that are about batches and attributes of datasets."""
-        return {"content": deepcopy(self.latest), "dataset_settings": self.settings.state()}
+        # A batch that was read before the data were changed is no longer what is read in its place.
+        content = {path: of for path, of in self.latest.items() if self._is_as_noted(path, of)}
+        return {"content": deepcopy(content), "dataset_settings": self.settings.state()}
+
+    def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
+        now = self._changed_settings(path), self.settings.changed_containers(path)
+        return path in self._loaders and (noted["settings"], noted.get("held", "")) == now
 
     def expect(
         self,
@@ -157,10 +166,12 @@ class BatchContent:
                 if path not in states or is_accepted((full, PATH), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                self.settings.said[path] = _warn_unless_restored(loader, states[path], now, is_of_epoch)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
-                if path in self._loaders and path in saved and (is_of_epoch or not is_changing):
+                # A hook may have set the data for another epoch.
+                is_held = path in saved and saved[path].get("held", "") == self.settings.changed_containers(path)
+                if path in self._loaders and path in saved and (is_of_epoch or (is_held and not is_changing)):
                     found += self._compared(trainer, path, full, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
@@ -170,7 +181,7 @@ class BatchContent:
     def _changed_settings(self, path: str) -> str:
         """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
         now = _settings_of(self._loaders[path])
-        return ("" if now == self._settings[path] else now) + self.settings.changed_containers(path)
+        return "" if now == self._settings[path] else now
 
     def _compared(
         self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]
@@ -197,12 +208,12 @@ class BatchContent:
                 "checkpoint. Draw from torch's, NumPy's or Python's global generators in the dataset."
             )
             return []
-        return [(full, name, _shown(saved), _shown(once))]
+        return [(full, name, _shown(saved, once), _shown(once, saved))]
 
 
 def _warn_unless_restored(
     loader: StatefulLoader, saved: Mapping[str, Any], now: Mapping[str, Any], by_batch: bool
-) -> None:
+) -> set[str]:
     """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
 
     Args:
@@ -210,13 +221,17 @@ def _warn_unless_restored(
         saved: Its state.
         now: What has changed since the loader was built.
         by_batch: The data are compared by a batch of the epoch that goes on.
+
+    Returns:
+        The names of the attributes of data among them.
     """
-    config, left = loader.tracker.config, []
+    config, left, names = loader.tracker.config, list[str](), set[str]()
     is_begun = saved["progress"]["consumed"] > 0
     for name, value in saved.get("changed", {}).items():
         # The items that a sampler gave of the epoch are compared too, but those to come may differ where these do not.
         is_compared = is_begun and by_batch and name.startswith(PATH)
         if not is_compared and name not in now and value_at(config, name) not in (None, value):
+            names |= {name.removeprefix(f"{PATH}.")} if name.startswith(PATH) else set()
             owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
             left.append(
                 f"{type(owner).__qualname__}{name.removeprefix(PATH).removeprefix('sampler').removeprefix('sequence')}"
@@ -228,10 +243,14 @@ def _warn_unless_restored(
             "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
         )
+    return names
 
 
-def _shown(content: Mapping[str, Any]) -> str:
-    return " ".join(map(str, (content["digest"], *content["means"][:2])))
+def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The digest of a batch, and those of its means that differ from another's."""
+    pairs = zip(content["means"], other["means"], strict=False)
+    differing = [one for one, of_other in pairs if not np.isclose(one, of_other, 1e-3, 1e-6)]
+    return " ".join(map(str, (content["digest"], *differing[:2])))
 
 
 def _read_by(loader: StatefulLoader) -> list[Any]:
@@ -245,7 +264,7 @@ def _settings_of(loader: StatefulLoader) -> str:
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
     remedy = (
         f"{name} is not what it was when the checkpoint was written: the data or their transforms are others, "
-        "or in another order. Sort the files, pass a seed to random_split or shuffle, or accept the change with "
-        f"accept=({PATH!r},)."
+        "or in another order. Sort the files, pass a seed to random_split or shuffle; what a hook sets in the dataset, "
+        f"set it again in on_train_start; or accept the change with accept=({PATH!r},)."
     )
     return Difference(path=path, saved=f"{name}, {saved}", present=f"{name}, {present}", remedy=remedy)

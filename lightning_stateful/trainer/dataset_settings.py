@@ -16,11 +16,12 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.samplers.fingerprint import spread
 
 # Attributes in a checkpoint, and characters of each one's value.
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
-# What is larger is not looked at: values in lists, dicts and sets, and bytes of arrays and tensors.
-_MOST_VALUES, _MOST_BYTES = 10_000, 2**22
+# Values of a list or dict that are looked at, and bytes of an array or tensor.
+_MOST_VALUES, _MOST_BYTES = 1024, 2**22
 _DEFAULTS = (bool, int, float, str)
 
 
@@ -48,6 +49,8 @@ class DatasetSettings:
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in loaders}
         # What a checkpoint has, and whether training goes on within an epoch.
         self._expected: Mapping[str, Mapping[str, Any]] = {}
+        # By path, names of attributes that a user was told of otherwise.
+        self.said: dict[str, set[str]] = {}
         self._is_within_epoch = False
 
     def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
@@ -89,6 +92,8 @@ class DatasetSettings:
         for path, loader in self._loaders.items():
             built, began, now = self._built[path], self._at_begin[path], _attributes(loader)
             names = sorted((_changed(built, now) | _changed(built, began)) - self._changed_by_reading[path])
+            # What is held by something that was built later, as the samples of a cache are, no hook has set.
+            names = [name for name in names if name in built or "." not in name.lstrip("0123456789.")]
             if names:
                 found[path] = {name: [now.get(name, ""), began.get(name, "")] for name in names[:_MOST_ATTRIBUTES]}
         return found
@@ -107,6 +112,8 @@ class DatasetSettings:
         # Workers have copies from when their pass began, also of what was set later.
         in_workers = self._is_within_epoch and loader.num_workers > 0
         for name, (latest, began) in expected.items():
+            if name in self.said.get(path, ()):
+                continue
             saved, present = began if in_workers else latest, now.get(name, "")
             if present != saved and (in_workers or present == built.get(name, "")):
                 wrong.append(f"{name} was {saved or 'missing'} and is {present or 'missing'}")
@@ -115,8 +122,8 @@ class DatasetSettings:
         copies = " when the workers of this epoch were started" if in_workers else ""
         name = type(_users_of(loader.dataset)[0]).__qualname__
         rank_zero_warn(
-            f"Attributes of the dataset, a {name}, were changed in training by something "
-            f"else than reading, as a hook does, in the run that wrote the checkpoint, and are others here{copies}: "
+            f"Attributes of the dataset, a {name}, were changed in training, by a hook or as later samples were read, "
+            f"in the run that wrote the checkpoint, and are others here{copies}: "
             f"{'; '.join(wrong)}. If samples depend on them, the resume is not exact. Set them again before the first "
             "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
@@ -139,19 +146,12 @@ def _containers(loader: StatefulLoader) -> dict[str, str]:
         f"{number}.{name}" if number else name: _shortened(text)
         for number, dataset in enumerate(_users_of(loader.dataset))
         for name, value in HeldState(dataset, containers=False).attributes()
-        if (text := _shown(value)) and not _is_column(value, dataset)
+        if (text := _shown(value))
     }
 
 
-def _is_column(value: Any, dataset: Any) -> bool:
-    """Whether a value has an item for each sample: such are compared as the dataset's content."""
-    if not isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) or not hasattr(type(dataset), "__len__"):
-        return False
-    return (getattr(value, "ndim", 1) > 0) and len(value) == len(dataset)
-
-
 def _shown(value: Any) -> str:
-    """A container of plain values, an array or a tensor as text; empty for anything else, and for large ones."""
+    """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         # NumPy has not all of torch's types.
         value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -160,22 +160,26 @@ def _shown(value: Any) -> str:
             return ""
         digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=6).hexdigest()
         return f"an array {digest} of {value.nbytes} bytes"
-    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or len(value) > _MOST_VALUES:
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
+    if not isinstance(value, (list, tuple, dict, deque)):
         return ""
-    if not _is_plain(value):
+    # Of many values some, evenly apart.
+    items: Any = list(value.items()) if isinstance(value, dict) else value
+    some = [items[place] for place in spread(len(items), _MOST_VALUES)]
+    if not _is_plain(some):
         return ""
-    return repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    return repr(value) if len(some) == len(items) else f"{len(items)} values, {some!r}"
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a container has plain values alone, not too many, and no paths."""
-    left: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)
-    number = len(left)
-    while left and number <= _MOST_VALUES:
+def _is_plain(values: list[Any]) -> bool:
+    """Whether values are plain, or short lists, tuples and dicts of such; of strings no paths."""
+    left, number = list(values), len(values)
+    while left and number <= 2 * _MOST_VALUES:
         item = left.pop()
         if isinstance(item, (list, tuple, dict, deque)):
-            left += item.items() if isinstance(item, dict) else item
             number += len(item)
+            left += (item.items() if isinstance(item, dict) else item) if len(item) <= _MOST_VALUES else [object()]
         elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
             return False
     return not left

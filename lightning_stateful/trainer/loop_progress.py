@@ -247,6 +247,13 @@ def validation_loaders_as_of(trainer: pl.Trainer, epoch: int) -> Iterator[None]:
     val_loop._last_val_dl_reload_epoch = epoch
 
 
+def is_rebuilt_next(trainer: pl.Trainer, progress: LoopProgress) -> bool:
+    """Whether training goes on with an epoch for which Lightning builds the training loaders anew, stopped or not."""
+    epoch, step = progress.epoch_and_step
+    with epoch_set_to(trainer, epoch):
+        return not step and (not progress.running or progress.ended) and _is_due(trainer, progress.train_reload_epoch)
+
+
 def _is_due(trainer: pl.Trainer, built: int) -> bool:
     """Whether loaders that were built in some epoch are to be built anew in the current one."""
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector

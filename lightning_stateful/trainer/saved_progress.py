@@ -27,6 +27,7 @@ _CONTENT = {
     "ranks": RANKS,
     "rank": COUNT,
     "settings": str,
+    "held?": str,
     "digest": object,
     "means": [object],
 }

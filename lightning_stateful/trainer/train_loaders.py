@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import (
@@ -257,8 +257,14 @@ class TrainLoaders:
     def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
         """Load the data's state into the loaders; the progress in steps of the present ranks and batch sizes."""
         where = "The checkpoint's data state"
-        epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
         next_epoch, _ = progress.epoch_and_step
+        try:
+            epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
+        except StateMismatchError:
+            if not loop_progress.is_rebuilt_next(self._trainer, progress):
+                raise
+            self.combined.begin_in(next_epoch)
+            return progress
         if progress.running and (epoch, step) == (progress.epoch + 1, 0):
             # Of the epoch that the checkpoint was taken in, accepted changes have left nothing.
             epoch, step = next_epoch, self.num_batches(next_epoch)
@@ -277,9 +283,8 @@ class TrainLoaders:
 
     def _go_on_without_state(self, progress: LoopProgress) -> LoopProgress:
         """Go on at a batch that the loop counters name, of a checkpoint that says nothing about the data."""
-        begun_anew = []
-        if progress.batch and not progress.ended:
-            begun_anew = self.combined.begin_streams_at(progress.epoch, progress.batch)
+        is_within = progress.batch and not progress.ended
+        begun_anew = self.combined.begin_streams_at(progress.epoch, progress.batch) if is_within else []
         if progress.epoch_and_step != (0, 0):
             warn_of_missing_state(progress, begun_anew)
         return progress

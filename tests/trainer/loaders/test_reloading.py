@@ -15,7 +15,7 @@ from harm.table import Entry, WithCallback, of
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState
-from support.ledger import Asks, LedgerModel, Numbers
+from support.ledger import Asks, LedgerModel, Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -36,6 +36,40 @@ def workers(dataset: Any, **options: Any) -> DataLoader[Any]:
 def module(make: Any, **options: Any) -> PlainData:
     """Gives the training loaders that a function makes, and a validation loader, with workers."""
     return PlainData(make, lambda: workers(Numbers(4), **options))
+
+
+class Pool(PlainData):
+    """Trains on all samples that are labelled, four more after each epoch; its state says how many."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: DataLoader(Numbers(self.labelled), batch_size=2, shuffle=True))
+        self.labelled = 8
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"labelled": self.labelled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.labelled = state["labelled"]
+
+
+def test_a_pool_that_grows_between_epochs_resumes_where_its_loader_is_built_anew(tmp_path: Path) -> None:
+    def run(path: Path | None = None, save: bool = False) -> Any:
+        pool = Pool()
+
+        def grow(trainer: Any, module: Any) -> None:
+            pool.labelled += 4
+            if save and trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        grows = LambdaCallback(on_train_epoch_end=grow)
+        options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1, "ckpt_path": path}
+        return train_alone(lambda: pool, callbacks=[grows], **options).ledger
+
+    whole = run(save=True)
+    resumed = run(tmp_path / "a.ckpt")
+    assert [len(batches(whole, epoch)) for epoch in range(4)] == [4, 6, 8, 10]
+    for epoch in (2, 3):
+        assert batches(resumed, epoch) == batches(whole, epoch)
 
 
 @pytest.fixture

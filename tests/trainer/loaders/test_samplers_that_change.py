@@ -326,7 +326,23 @@ class SavedAtEnd(Changed):
                 trainer.save_checkpoint(self.path)
 
         callback.on_train_epoch_end = ends
+        callback.on_train_batch_end = self._save_within
         return lambda: loader(workers, **{self.role: made}), callback
+
+    def _save_within(self, trainer: Any, *arguments: Any) -> None:
+        if (trainer.current_epoch, arguments[-1]) == (1, 2) and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path.with_name("within.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again, and left out")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_hook_has_set_before_an_epoch_is_missed_within_it(tmp_path: Path, workers: int) -> None:
+    for callback, is_exact in ((SetsLevel, False), (KeepsLevel, True)):
+        entry = Entry(SavedAtEnd(ByAttribute, callback, "dataset", tmp_path / "end.ckpt"), "equal")
+        whole = train(entry, workers=workers)
+        again = train(entry, workers=workers, ckpt_path=tmp_path / "within.ckpt")
+        assert (again.trained == whole.trained[6 + 3 :]) is is_exact
+        assert any(text.startswith("ByAttribute.level was set between two epochs") for text in again.said) != is_exact
 
 
 class SamplerByAttribute(ByAttribute, Sampler[int]):  # type: ignore[misc]  # both are torch's

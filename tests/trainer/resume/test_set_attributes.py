@@ -12,12 +12,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from lightning_stateful import PackedDataModule, Packing, StatefulDataCallback
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 BATCHES = 8
 WARNED = "Attributes of the dataset, a Levels, were changed in training"
@@ -167,6 +168,55 @@ def test_containers_arrays_and_tensors_that_a_hook_changes_are_named(tmp_path: P
     assert re.search(warned if "array" in warned else re.escape(warned), said), said
     assert "cache" not in said
     assert "seen" not in said
+
+
+class Stages(pl.Callback):
+    """A curriculum, as people write one: set at the end of an epoch, and again as training starts."""
+
+    def __init__(self, dataset: Any, change: Any, restores: bool) -> None:
+        self.dataset, self.change, self.restores = dataset, change, restores
+        self.trained: list[list[float]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.restores and trainer.current_epoch:
+            self.change(self.dataset, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.change(self.dataset, trainer.current_epoch + 1)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
+def choose(dataset: Any, level: int) -> None:
+    dataset.indices[:] = [level + 2 * place for place in range(len(dataset))]
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs")
+@pytest.mark.parametrize("change", [stage, scale, weigh, halve, choose])
+@pytest.mark.parametrize("at_end", [True, False], ids=["end of an epoch", "within an epoch"])
+def test_a_curriculum_that_is_set_again_is_exact_and_one_that_is_not_is_never_silent(
+    tmp_path: Path, change: Any, at_end: bool
+) -> None:
+    def fit(restores: bool, path: Path | None = None) -> list[list[float]]:
+        dataset: Any = Subset(Levels(), [0, 2, 4, 6, 8, 10]) if change is choose else Kinds()
+        stages = Stages(dataset, change, restores)
+        every: Any = {"every_n_epochs": 1, "save_on_train_epoch_end": True} if at_end else {"every_n_train_steps": 1}
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **every)
+        trainer = quiet_trainer(stages, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=True)
+        trainer.fit(BoringModel(), DataLoader(dataset, batch_size=2, shuffle=True), ckpt_path=path)
+        return stages.trained
+
+    whole = fit(restores=True)
+    epoch = len(whole) // 3
+    step = 2 * epoch if at_end else epoch + 2
+    assert fit(restores=True, path=tmp_path / f"step={step}.ckpt") == whole[step:]
+    if at_end or change is choose:
+        with pytest.warns(StatefulWarning, match="changed in training"):
+            assert fit(restores=False, path=tmp_path / f"step={step}.ckpt") != whole[step:]
+    else:
+        with pytest.raises(StateMismatchError, match="what a hook sets in the dataset, set it again in on_train_start"):
+            fit(restores=False, path=tmp_path / f"step={step}.ckpt")
 
 
 class Hard(Sampler[int]):
