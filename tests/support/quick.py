@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Examples of each property in make test, and in make test-all.
+FEW_EXAMPLES, MANY_EXAMPLES = 15, 200
 
 
 def shorten_waits() -> None:
@@ -41,6 +45,11 @@ def _staying(move: Callable[..., Any]) -> Callable[..., Any]:
 
     to.moves = move  # type: ignore[attr-defined]
     return to
+
+
+def is_thorough() -> bool:
+    """Whether this is ``make test-all``, by its profile of hypothesis."""
+    return settings().max_examples >= MANY_EXAMPLES
 
 
 def thinned(names: Iterable[str], slow: Iterable[str]) -> list[Any]:
