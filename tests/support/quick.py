@@ -52,8 +52,8 @@ def is_thorough() -> bool:
     return settings().max_examples >= MANY_EXAMPLES
 
 
-def thinned(names: Iterable[str], slow: Iterable[str]) -> list[Any]:
-    """Cases by name for a parametrisation; those in ``slow`` run in ``make test-all`` only."""
+def thinned(names: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """Cases by name or number for a parametrisation; those in ``slow`` run in ``make test-all`` only."""
     names, slow = list(names), set(slow)
     assert slow <= set(names), slow - set(names)
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
