@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from support.quick import shorten_waits
+from support.quick import FEW_EXAMPLES, MANY_EXAMPLES, shorten_waits
 
 # One thread a process: the tests run side by side, and sums come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,8 +21,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parents[1], 
 multiprocessing.set_forkserver_preload(["support.rank_server"])
 
 # The same examples in each run; `pytest --hypothesis-profile=thorough` looks further.
-settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=FEW_EXAMPLES)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=MANY_EXAMPLES)
 settings.load_profile("quick")
 
 
@@ -39,19 +39,19 @@ def pytest_collection_finish() -> None:
 
 # Files that take longest, first of all: the processes share the files, and so end together.
 _LONGEST = (
-    "trainer/test_streams_ddp",
-    "test_packed_module",
-    "test_model_parallel",
     "verify/test_verify",
+    "trainer/test_streams_ddp",
     "test_documentation",
-    "trainer/test_samplers_ddp",
-    "test_contract",
     "test_hugging_face_nodes",
+    "test_contract",
+    "test_killed_ddp",
+    "test_model_parallel",
+    "test_packed_module",
+    "trainer/test_samplers_ddp",
     "test_examples",
     "loaders/test_samplers",
     "test_stream_elastic",
     "test_stream_moments",
-    "test_killed_ddp",
     "test_packing",
     "test_mixed_streams",
     "test_packed_streams_ddp",

@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 from pathlib import Path
 
 import pytest
+from support.pages import ROOT, blocks, run_page
 
-from lightning_stateful.cli import main
-
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+# Its commands start processes as the tests of verify do, which run it beside them.
+ELSEWHERE = ("verify.md",)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.name not in ELSEWHERE],
+    ids=lambda page: page.name,
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_its_commands_print_what_it_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
-    for language, block in re.findall(r"^```(python|console)\n(.*?)^```$", page.read_text(), flags=re.M | re.S):
-        if language == "console":
-            command, shown = block.removeprefix("$ ").split("\n", maxsplit=1)
-            capsys.readouterr()
-            main(shlex.split(command)[1:])
-            assert without_versions(capsys.readouterr().out) == without_versions(shown)
-            continue
-        if name := re.match(r"# (\w+\.py)\n", block):
-            Path(name[1]).write_text(block)
-        exec(compile(block, str(page), "exec"), names)
+    run_page(page, tmp_path, monkeypatch, capsys)
 
 
 def written_by(page: Path) -> set[str]:
     """Files that a page's own code is to be put into."""
     return set(re.findall(r"^```python\n# (\w+\.py)\n", page.read_text(), flags=re.M))
-
-
-def without_versions(text: str) -> str:
-    return re.sub(r"(lightning_stateful|torch|lightning) \d[\w.+]*", r"\1", text)
 
 
 def test_the_error_that_is_shown_is_the_one_raised() -> None:

@@ -41,6 +41,8 @@ def test_the_mixture_of_corpora_follows_its_schedule_and_goes_on_after_a_stop(ru
     assert lines[5] == f"stopped after step 47 {EXACT}"
 
 
+# Batches of like lengths go on in tests/data_modules.
+@pytest.mark.slow
 def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop(run_example: Any) -> None:
     lines = run_example("bucket_text.py", "--max-tokens 1024 --steps 10 --stop 6")
     shuffled, in_buckets = (float(line.split(": ")[1].split("%")[0]) for line in lines[1:3])
@@ -50,6 +52,8 @@ def test_a_transformer_on_text_in_buckets_wastes_little_and_goes_on_after_a_stop
     assert lines[3] == f"stopped after step 6 {EXACT}"
 
 
+# Loaders are stopped under Fabric in tests/loaders/test_fabric_and_torchrun.py.
+@pytest.mark.slow
 def test_a_sampler_of_ones_own_goes_on_under_fabric(run_example: Any) -> None:
     lines = run_example("sampler_with_fabric.py", "--epochs 1 --stop 30")
 
@@ -100,6 +104,8 @@ def test_the_table_names_every_example() -> None:
     assert {name for name in files if f"[{name}]({name})" not in table} == set()
 
 
+# A packed stream is stopped, and read on by three workers, below.
+@pytest.mark.slow
 def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(run_example: Any) -> None:
     lines = run_example("stream_text.py", "--shards 6 --lines 60 --stop 10")
 
@@ -116,6 +122,8 @@ def test_pretraining_on_a_packed_stream_goes_on_after_a_stop_and_loses_no_token(
     assert lines[2] == "resumed in three workers: 0 tokens lost, 0 more than once"
 
 
+# The same datasets are in tests/harm and tests/stream_loader.
+@pytest.mark.slow
 def test_iterable_datasets_that_divide_themselves_become_shards_for_any_ranks(run_example: Any) -> None:
     lines = run_example("migrate_iterables.py", "--fast")
 

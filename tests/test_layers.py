@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_stateful"
 
 
+@cache
 def table() -> dict[str, tuple[set[str], set[str]]]:
     """For every layer, the layers and the packages that it may import."""
     text = (ROOT / "docs" / "architecture.md").read_text()
@@ -20,10 +22,16 @@ def table() -> dict[str, tuple[set[str], set[str]]]:
     return {name: (set(re.findall(r"`(\w+)`", own)), set(re.findall(r"`(\w+)`", others))) for name, own, others in rows}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Dotted names that a file imports, those for type checking only among them."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -60,7 +68,7 @@ def test_no_file_is_longer_than_a_room_should_be() -> None:
 
 def test_the_library_raises_errors_and_asserts_nothing() -> None:
     for path in FILES:
-        asserts = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        asserts = [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.Assert)]
         assert asserts == [], path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.quick import thinned
+from support.quick import is_thorough, thinned
 from support.samplers import (
     BATCHED,
     DRAWS,
@@ -186,6 +186,8 @@ STOPPED_EVERYWHERE = (
     "loader, packed, split",
     "patched, own state",
 )
+# Of these, every stop is tried in make test too.
+EVERY_STOP = ("sampler, shuffled", "sampler, no samples", "loader, shuffled", "round robin, cycle", "buckets")
 # What others here stand for: the same sampler behind another face, or the same face over another sampler.
 SLOW = (
     "loader, batches left out",
@@ -200,8 +202,11 @@ SLOW = (
     "wrapper, without len",
     "wrapper, class balanced",
     "round robin, batch sizes of their own",
+    "wrapper, without len, tail dropped",
     "loader, without len, tail dropped",
     "loader, wrapper of batches, tail dropped",
+    "loader, wrapper, cut",
+    "loader, packed, whole",
 )
 
 
@@ -227,7 +232,8 @@ def another(name: str) -> Any:
 @pytest.mark.parametrize("name", thinned(IMPLEMENTERS, SLOW))
 def test_every_implementer_obeys_every_law(name: str) -> None:
     make, everywhere = Recorder(IMPLEMENTERS[name]), name in STOPPED_EVERYWHERE
-    stops = "every" if everywhere and name not in THEIRS else "spread"
+    is_every = everywhere and name not in THEIRS and (name in EVERY_STOP or is_thorough())
+    stops = "every" if is_every else "spread"
     options: dict[str, dict[str, Any]] = {law: {"stops": stops} for law in LAWS}
     key = batch_of if name in WHOLE_BATCHES else samples_of
     options["rank-free"] = {"stops": stops, "key": key, "drop_last": "tail dropped" in name}

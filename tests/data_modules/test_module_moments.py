@@ -92,6 +92,12 @@ SLOW = (
     # Epochs that are cut, or end, in steps and by tokens.
     "limited",
     "the last batch, round robin",
+    "the last batch, steps",
+    # A shorter one begins anew meanwhile.
+    "beside a loader as long",
+    "beside a loader, steps",
+    "schedule, by sample",
+    "mixture, steps",
 )
 
 

@@ -101,7 +101,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 
 
 # Packed documents and mixtures are each read in workers by other tests.
-@pytest.mark.parametrize("name", thinned(MIXTURES, ["by sample, workers"]))
+@pytest.mark.parametrize("name", thinned(MIXTURES, ["by sample, workers", "by batch, whole", "schedule", "each once"]))
 def test_each_pass_over_a_source_of_a_mixture_has_every_token_once(tmp_path: Path, name: str) -> None:
     moments = [("on_before_backward", 0, 15), ("on_train_batch_end", 1, 3)]
     run = assert_goes_on_from_every_moment(tmp_path, MIXTURES[name], moments)

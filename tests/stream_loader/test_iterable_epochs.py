@@ -17,7 +17,6 @@ from support.iterable_cases import (
     Itself,
     ItselfWithState,
     Numbers,
-    OnIterator,
     Tokens,
     Told,
     ToldWithState,
@@ -37,8 +36,8 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 # In workers, others keep as much from pass to pass; without any, all kinds are quick.
 IN_WORKERS = {
-    "fresh workers": (CountsAtEnd, ToldWithState, ItselfWithState, Tokens),
-    "persistent workers": (Counts, CountsAtEnd, GoesOnWithState, OnIterator),
+    "fresh workers": (CountsAtEnd, ItselfWithState, Tokens),
+    "persistent workers": (Counts, GoesOnWithState),
 }
 CASES = [
     pytest.param(

@@ -111,8 +111,9 @@ def test_every_sample_comes_once_from_every_moment_on_any_workers() -> None:
     assert_complete(WHOLE["in blocks"], [(0, 3), (2, 1), (4, 3)])
 
 
-# Mixtures by sample share their sources as these do; the second also goes through many changes below.
-@pytest.mark.parametrize("name", thinned(WHOLE, ["mixed by batch", "mixed tokens"]))
+# Mixtures by sample share their sources as these do, and those packed whole their documents; mixtures of tokens and
+# packed streams also go through many changes below.
+@pytest.mark.parametrize("name", thinned(WHOLE, ["mixed by batch", "mixed tokens", "packed", "packed mixture"]))
 def test_every_kind_of_stream_is_complete_on_other_workers(name: str) -> None:
     assert_complete(WHOLE[name], [(0, 3), (4, 1), (7, 9)], stride=9)
 
@@ -139,7 +140,7 @@ CHANGING: dict[str, tuple[Make, int]] = {
         CHANGING,
         [
             *("one block", "one by one", "tokens", "mixed by batch", "mixed by sample", "packed whole"),
-            *("packed mixture", "steps, drop_last"),
+            *("packed mixture", "steps, drop_last", "long epochs"),
         ],
     ),
 )

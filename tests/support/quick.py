@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# Examples of each property in make test, and in make test-all.
+FEW_EXAMPLES, MANY_EXAMPLES = 15, 200
 
 
 def shorten_waits() -> None:
@@ -43,8 +47,13 @@ def _staying(move: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def thinned(names: Iterable[str], slow: Iterable[str]) -> list[Any]:
-    """Cases by name for a parametrisation; those in ``slow`` run in ``make test-all`` only."""
+def is_thorough() -> bool:
+    """Whether this is ``make test-all``, by its profile of hypothesis."""
+    return settings().max_examples >= MANY_EXAMPLES
+
+
+def thinned(names: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """Cases by name or number for a parametrisation; those in ``slow`` run in ``make test-all`` only."""
     names, slow = list(names), set(slow)
     assert slow <= set(names), slow - set(names)
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]

@@ -31,6 +31,8 @@ from support.texts import MODULES, VAL_FIRST, Texts, fits, length_of, padding_of
 NUM_SAMPLES, NUM_VAL = 91, 23
 EVERY_SAMPLE = list(range(NUM_SAMPLES))
 NAMES = ("tokens", "given boundaries", "batch size")
+# Numbers of ranks; two are stopped and resumed below.
+NUMBERS = thinned([2, 3], [2])
 STOPS = [("on_before_backward", 0, 3), ("on_validation_batch_end", 0, 0), ("on_train_batch_end", 1, 5)]
 # Steps of the first epoch after which each number of ranks leaves the rest to the next.
 HANDED_OVER = {2: {"max_steps": 3}, 3: {"max_steps": 5}, 1: {"max_steps": 8, "max_epochs": 2}}
@@ -64,7 +66,7 @@ def uninterrupted(ranks: dict[int, Ranks], number: int, name: str) -> Runs:
 # In step
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_all_ranks_take_the_same_steps_and_every_sample_comes_once(
     ranks: dict[int, Ranks], name: str, number: int
@@ -83,7 +85,7 @@ def test_all_ranks_take_the_same_steps_and_every_sample_comes_once(
     assert len(json.dumps(runs[0]["state"])) < 1000
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(ranks: dict[int, Ranks], number: int) -> None:
     def bucket(index: int) -> int:
         return sum(length_of(index) > end for end in (3, 8))
@@ -97,7 +99,7 @@ def test_all_ranks_of_a_step_serve_the_same_bucket_save_where_one_ends(ranks: di
     assert {max(found) for found in of_step} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", thinned(NAMES, ["batch size"]))
 def test_evaluation_gives_every_sample_once_over_the_ranks(ranks: dict[int, Ranks], name: str, number: int) -> None:
     runs = uninterrupted(ranks, number, name)

@@ -13,6 +13,7 @@ import torch.distributed
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.ddp_runs import Link, assert_chain, chain_of, on_ranks, over_all
 from support.ledger import Asks, batches, trained
+from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import Outcome, ended, numbers_module, training
 from support.stream_runs import EVERY_SAMPLE, MODULES, OF_OTHERS, OwnWithState, module, write_files
@@ -97,8 +98,8 @@ def takes_over(folder: Path) -> dict[str, list[Any]]:
     }
 
 
-# As many processes go on in the test above.
-@pytest.mark.parametrize("number", [pytest.param(4, marks=pytest.mark.slow), 2, 1])
+# As many processes go on in the test above; of two, each is a rank, as in tests/trainer/test_ddp.py.
+@pytest.mark.parametrize("number", thinned([4, 2, 1], [4, 2]))
 def test_other_ranks_take_over_what_is_left(folder: Path, ranks: Ranks, number: int) -> None:
     first = ranks.of(hands_over)[::2]
     taken = (ranks if number == 4 else Ranks(number, folder / str(number))).of(takes_over)

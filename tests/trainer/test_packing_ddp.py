@@ -21,6 +21,7 @@ from support.ddp_runs import (
     steps_of,
 )
 from support.packed_data import FIRSTS, NUM_VAL, SIZES, VAL_FIRST, Documents, length_of, mixed, packed, tokens_of
+from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import train
 
@@ -58,7 +59,8 @@ def to_the_end(folder: Path, name: str) -> list[Link]:
     return chain_of(MODULES[name], folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
 
-@pytest.mark.parametrize("name", MODULES)
+# A mixture packs its sources whole as well.
+@pytest.mark.parametrize("name", thinned(MODULES, ["whole"]))
 def test_stops_and_other_ranks_leave_every_token_of_an_epoch_once(ranks: dict[int, Ranks], name: str) -> None:
     whole = assert_chains(ranks[2].of(chain, name))
     parts = [(SIZES[source], FIRSTS[source]) for source in SIZES] if name == "mixture" else [()]

@@ -54,7 +54,7 @@ KINDS = ("chunks", "batched map", "tokens", "mixed by sample", "own with a state
 
 @pytest.mark.filterwarnings(REREAD)
 # Ranks hand over all kinds that are packed, within an epoch, in test_streams_ddp.
-@pytest.mark.parametrize("kind", thinned(KINDS, ["packed whole", "packed tokens"]))
+@pytest.mark.parametrize("kind", thinned(KINDS, ["packed split", "packed whole", "packed tokens"]))
 def test_a_run_goes_on_exactly_from_any_moment(tmp_path: Path, files: Path, kind: str) -> None:
     moments = MOMENTS if kind == "chunks" else FEW
     assert_goes_on_from_every_moment(tmp_path, partial(MODULES[kind], files), moments)
@@ -76,7 +76,14 @@ SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "schedule", thinned(SCHEDULES, ["validation over epochs", "validation every other epoch", "sanity checking"])
+    "schedule",
+    thinned(
+        SCHEDULES,
+        [
+            *("validation within epochs", "validation over epochs", "validation every other epoch"),
+            *("sanity checking", "loaders made anew"),
+        ],
+    ),
 )
 def test_a_run_goes_on_exactly_under_any_schedule(tmp_path: Path, files: Path, schedule: str) -> None:
     given, options = SCHEDULES[schedule]

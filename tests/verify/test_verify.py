@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import verify_cases, verify_examples
+from support.pages import ROOT, run_page
 from support.quick import thinned
 
 from lightning_stateful.errors import ConfigurationError
@@ -18,6 +19,13 @@ CASES = "support.verify_cases"
 
 def outcomes(found: Verification) -> dict[str, str]:
     return {trial.name: trial.outcome for trial in found.trials}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_page_on_verify_runs_from_top_to_bottom_and_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page(ROOT / "docs" / "verify.md", tmp_path, monkeypatch, capsys)
 
 
 # On one rank, and from one to two and back, it is tried in docs/verify.md.

@@ -56,7 +56,7 @@ def ids(run: Any) -> list[Any]:
 
 
 # A loop without a Trainer resumes these, too, at every batch.
-SLOW = ("TwiceAsLong", "Twice", "Pairs", "ByNumber", "InBackground")
+SLOW = ("TwiceAsLong", "Twice", "Pairs", "ByNumber", "InBackground", "Unsized", "HandsOn")
 
 
 @pytest.mark.parametrize("name", thinned(KINDS, SLOW))

@@ -141,10 +141,12 @@ SIZES = {
 }
 
 
-# What a loader with a state of its own, or one without an end and with a limit, goes through as well.
+# What a loader with a state of its own, or one without an end and with a limit, goes through as well; samplers of
+# other kinds are stopped in tests/harm and on ranks.
 SLOW = (
     *("accumulating", "limited", "counting steps", "endless", "an epoch of two batches", "shuffled in place"),
-    *("workers, batches without len", "batches handed on"),
+    *("workers, batches without len", "batches handed on", "class balanced", "unbatched", "lhotse's"),
+    *("validating over epochs", "all without len", "the shorter has a state", "an epoch of one batch"),
 )
 
 
