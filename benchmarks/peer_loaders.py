@@ -186,11 +186,9 @@ def _litdata(data: range, ranks: int, state: int | None) -> Iterator[Any]:
 
 def _without_init(name: str) -> None:
     """Make a package's modules importable without its ``__init__``, which imports clients of every cloud."""
-    if name not in sys.modules:
-        package = types.ModuleType(name)
-        found = importlib.util.find_spec(name)
-        package.__path__ = list(found.submodule_search_locations or ()) if found else []
-        sys.modules[name] = package
+    found = importlib.util.find_spec(name)
+    if name not in sys.modules and found is not None:
+        sys.modules[name] = importlib.util.module_from_spec(found)
 
 
 def _streaming(data: range, ranks: int, state: int | None) -> Iterator[Any]:

@@ -33,15 +33,15 @@ KINDS = {"shuffled": SHUFFLED, "like lengths": BUCKETED}
 FAST = Path(__file__).parents[1] / "build" / "bench-fast"
 Size = tuple[int, int]  # samples, ranks
 CLAIM = (
-    f"CPU seconds of rank 0, from nothing to its first batch of an epoch, or from a state to the first batch in the "
-    f"middle; best of up to three. Each in a process of its own, forked from one that has made batches before; MB are "
-    f"what its peak rises by. Other ranks do the same at the same time. A way to make batches that takes more than "
-    f"{LIMIT_S} s or {LIMIT_BYTES / 1e9:g} GB of address space ends its row. Shuffled: batches of {BATCH} numbers, "
-    "without workers, by a whole permutation or a keyed one. litdata and Streaming compute indices alone, by chunks or "
-    f"shards of {SHARD:,} samples, shuffled among these and within blocks; of Streaming one process of a node of 8 "
-    f"does it for all. Of like lengths: {BUDGET:,} tokens a batch, lengths of real text, which are in memory before; "
-    "lhotse reads cuts one by one through a buffer of its default size, into 30 buckets; infinibatch holds a list of "
-    "all samples and reads 10,000 ahead."
+    "What rank 0 pays from nothing to the first batch of an epoch, or from a state in the middle of an epoch to the "
+    "next batch: CPU seconds, the best of up to three, and MB by which the memory of the process rises at most. Each "
+    "figure is of a process of its own, in which other batches were made before. Every rank does the same work; of "
+    f"Streaming, one process of a node of 8 ranks does it for all. Above {LIMIT_S} s or {LIMIT_BYTES / 1e9:g} GB of "
+    f"address space a row ends. Shuffled: batches of {BATCH} numbers, without workers. litdata and Streaming shuffle "
+    f"chunks or shards of {SHARD:,} samples, and samples within blocks; the others any sample of an epoch. Of litdata "
+    f"and Streaming the computation of indices is measured alone. Like lengths: {BUDGET:,} tokens a batch, padding "
+    "included, of samples with lengths of real text, which are in memory before. lhotse reads cuts one by one through "
+    "a buffer of its default size into 30 buckets; infinibatch holds a list of all samples and reads 10,000 ahead."
 )
 
 

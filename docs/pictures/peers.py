@@ -85,45 +85,21 @@ def draw_panels(panels: list[tuple[str, str]]) -> Figure:
     return figure
 
 
-def draw_samples() -> Figure:
-    """Shuffled batches, by the number of samples."""
-    begin, middle = "shuffled, start: ", "shuffled, resume in the middle: "
-    return draw_panels(
-        [
-            ("First batch of an epoch", begin + "CPU seconds, by samples"),
-            ("Resume in the middle", middle + "CPU seconds, by samples"),
-            ("Memory to the first batch", begin + "MB, by samples"),
-            ("Memory of a resume", middle + "MB, by samples"),
-        ]
-    )
-
-
-def draw_ranks() -> Figure:
-    """Shuffled batches, by the number of ranks."""
-    begin, middle = "shuffled, start: ", "shuffled, resume in the middle: "
-    return draw_panels(
-        [
-            ("First batch of an epoch, each rank", begin + "CPU seconds, by ranks"),
-            ("Resume in the middle, each rank", middle + "CPU seconds, by ranks"),
-            ("Memory to the first batch, each rank", begin + "MB, by ranks"),
-            ("Memory of a resume, each rank", middle + "MB, by ranks"),
-        ]
-    )
+def panels_of(kind: str, along: str, *, memory: bool = True) -> list[tuple[str, str]]:
+    """Panels of one kind of batches."""
+    of = ", each rank" if along == "ranks" else ""
+    wanted = {
+        "First batch of an epoch": "start: CPU seconds",
+        "Resume in the middle": "resume in the middle: CPU seconds",
+    }
+    if memory:
+        wanted |= {"Memory to the first batch": "start: MB", "Memory of a resume": "resume in the middle: MB"}
+    return [(title + of, f"{kind}, {begins}, by {along}") for title, begins in wanted.items()]
 
 
 def draw_lengths() -> Figure:
     """Batches of like lengths, by the numbers of samples and of ranks."""
-    begin, middle = "like lengths, start: ", "like lengths, resume in the middle: "
-    return draw_panels(
-        [
-            ("First batch of an epoch", begin + "CPU seconds, by samples"),
-            ("Resume in the middle", middle + "CPU seconds, by samples"),
-            ("Memory to the first batch", begin + "MB, by samples"),
-            ("Memory of a resume", middle + "MB, by samples"),
-            ("First batch, each rank", begin + "CPU seconds, by ranks"),
-            ("Resume in the middle, each rank", middle + "CPU seconds, by ranks"),
-        ]
-    )
+    return draw_panels(panels_of("like lengths", "samples") + panels_of("like lengths", "ranks", memory=False))
 
 
 def draw_bars(axes: Axes, title: str, begins: str, column: str) -> None:
@@ -159,8 +135,8 @@ def draw_rates() -> Figure:
 if __name__ == "__main__":
     draw_all(
         {
-            "peers_samples.svg": draw_samples,
-            "peers_ranks.svg": draw_ranks,
+            "peers_samples.svg": lambda: draw_panels(panels_of("shuffled", "samples")),
+            "peers_ranks.svg": lambda: draw_panels(panels_of("shuffled", "ranks")),
             "peers_lengths.svg": draw_lengths,
             "peers_rates.svg": draw_rates,
         }
