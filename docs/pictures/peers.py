@@ -45,26 +45,22 @@ def draw_lines(axes: Axes, title: str, begins: str) -> None:
     """The table whose title begins so, log-log; a row that ends early ends with a cross."""
     rows = next(rows for name, rows in tables().items() if name.startswith(begins))
     unit, along = begins.split(": ")[1].split(", by ")
+    heads = [head for head in rows[0] if head != "batches"]
+    places = [float(head.replace(",", "")) for head in heads]
     for row in rows:
-        name = row["batches"]
-        color, marker = LOOKS[name]
-        heads = [head for head in row if head != "batches"]
-        points = [
-            (float(head.replace(",", "")), max(row[head], LEAST[unit]))
-            for head in heads
-            if not isinstance(row[head], str)
-        ]
-        width = 2.6 if name in OWN else 1.1
+        own = row["batches"] in OWN
+        color, marker = LOOKS[row["batches"]]
+        heights = [max(row[head], LEAST[unit]) for head in heads if not isinstance(row[head], str)]
         axes.plot(
-            *zip(*points, strict=True), color=color, marker=marker, lw=width, ms=3.5, zorder=3 if width > 2 else 2
+            places[: len(heights)], heights, color=color, marker=marker, lw=2.6 if own else 1.1, ms=3.5, zorder=2 + own
         )
-        if len(points) < len(heads):
-            axes.plot(*points[-1], color=color, marker="x", ms=9, mew=1.6, zorder=4)
+        if 0 < len(heights) < len(heads):
+            axes.plot(places[len(heights) - 1], heights[-1], color=color, marker="x", ms=9, mew=1.6, zorder=4)
     axes.set(xscale="log", yscale="log", xlabel=along, ylabel=unit)
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
-    if along == "ranks":
-        axes.set_xticks([float(head.replace(",", "")) for head in heads], heads)
+    axes.set_xticks(places, heads)
+    axes.set_xlim(places[0] / 1.5, places[-1] * 1.5)
     axes.minorticks_off()
     axes.set_title(title, loc="left")
     axes.grid(color=GRAY, alpha=0.25, lw=0.6)
@@ -127,7 +123,7 @@ def draw_rates() -> Figure:
     draw_bars(figure.add_subplot(grid[0, :]), "Shuffled, million samples a second", "shuffled, an epoch", rate)
     draw_bars(figure.add_subplot(grid[1, 0]), "Like lengths, million samples a second", lengths, rate)
     draw_bars(figure.add_subplot(grid[1, 1]), "Like lengths, % of padding", lengths, "padding, %")
-    draw_bars(figure.add_subplot(grid[2, 0]), "Packing, µs a sequence", whole, "us a sequence, best")
+    draw_bars(figure.add_subplot(grid[2, 0]), "Packing, µs a sequence: less is better", whole, "us a sequence, best")
     draw_bars(figure.add_subplot(grid[2, 1]), "Packing, % of padding", whole, "padding, %")
     return figure
 
