@@ -18,7 +18,7 @@ OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tes
 	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
 	tests/trainer/test_internals.py tests/trainer/test_streams.py tests/trainer/test_ddp.py
 
-.PHONY: install demo test test-all test-oldest test-wheel check bench docs clean
+.PHONY: install demo test test-all test-oldest test-wheel check bench bench-fast docs clean
 
 install: $(STAMP)
 
@@ -67,8 +67,30 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks
+# The packages that are measured beside this one, in a virtual environment of its own that has all of .venv too.
+PEERS := .venv-peers/.installed
+PEERS_PYTHON := .venv-peers/bin/python
+SITE := import site; print(site.getsitepackages()[0])
+
+$(PEERS): $(STAMP) benchmarks/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(PEERS_PYTHON) -c '$(SITE)')/venv.pth"
+	@# One by one: what cannot be installed is left out of the tables.
+	grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
+		$(PEERS_PYTHON) -m pip install --quiet --no-deps "$$peer" || echo "$$peer is left out"; \
+	done
+	@touch $(PEERS)
+
+# Within an hour.
+bench: $(PEERS)
+	$(PEERS_PYTHON) -m benchmarks
+	$(PEERS_PYTHON) docs/pictures/peers.py
+
+# Within five minutes: this package beside others, up to 1e6 samples; tables and pictures into build/bench-fast.
+bench-fast: $(PEERS)
+	$(PEERS_PYTHON) -m benchmarks.peers --fast
+	$(PEERS_PYTHON) docs/pictures/peers.py build/bench-fast build/bench-fast/peers.json
+	@echo "Look at build/bench-fast/*.svg"
 
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs]"
@@ -80,4 +102,4 @@ docs: $(DOCS)
 	@echo "Open site/index.html"
 
 clean:
-	rm -rf .venv .venv-oldest .venv-wheel build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-wheel .venv-peers build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

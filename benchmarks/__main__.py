@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, text_table
 
-_HELPERS = {"__main__", "measure"}
+_HELPERS = {"__main__", "measure", "peer_loaders"}
 # Run where they are named only: they take long.
 _LONG = {"torture"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import json
@@ -71,15 +72,22 @@ def in_child(function: Callable[..., Answer], *arguments: Any) -> Answer:
         return pool.submit(function, *arguments).result()
 
 
-def with_memory(task: Callable[[], object]) -> Row:
-    """Seconds of one call, and by how many MB the peak of this process rose above what it held before.
+def with_memory(task: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Row:
+    """:func:`seconds` of one call, and by how many MB the peak of this process rose above what it held before.
 
-    Call it through :func:`in_child`: a peak never falls. Imports may have left a peak above what is held now; the
-    figure then includes it and is too high rather than too low.
+    Call it through :func:`in_child`: where a peak cannot be reset, it is that of the process so far, imports included,
+    and the figure is too high rather than too low.
     """
+    _reset_peak()
     held = psutil.Process().memory_info().rss
-    took = seconds(task)
+    took = seconds(task, clock)
     return {"seconds": took, "MB": (_peak() - held) / 1e6}
+
+
+def _reset_peak() -> None:
+    # Of Linux: 5 sets VmHWM to what is held now.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:
@@ -149,14 +157,17 @@ def target(what: str, value: float, *, at_least: float | None = None, at_most: f
     return {"target": what, "limit": f"<= {at_most:g}", "value": value, "met": value <= at_most}
 
 
-def report(name: str, claim: str, tables: Mapping[str, Sequence[Row]], targets: Sequence[Row] = ()) -> None:
-    """Print the tables of a benchmark and write ``results/<name>.json``.
+def report(
+    name: str, claim: str, tables: Mapping[str, Sequence[Row]], targets: Sequence[Row] = (), folder: Path = RESULTS
+) -> None:
+    """Print the tables of a benchmark and write ``<name>.json``.
 
     Args:
         name: The script's name.
         claim: What is measured, in a sentence or two.
         tables: A title and rows; every row has the same columns.
         targets: Rows of :func:`target`.
+        folder: Where the result is written.
     """
     for title, rows in (*tables.items(), *([("Targets", targets)] if targets else [])):
         print("\n".join([title, *(f"  {line}" for line in text_table(rows)), ""]))
@@ -169,5 +180,5 @@ def report(name: str, claim: str, tables: Mapping[str, Sequence[Row]], targets: 
         "tables": [{"title": title, "rows": list(rows)} for title, rows in tables.items()],
         "targets": list(targets),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
