@@ -104,8 +104,6 @@ def test_the_table_names_every_example() -> None:
     assert {name for name in files if f"[{name}]({name})" not in table} == set()
 
 
-# A packed stream is stopped, and read on by three workers, below.
-@pytest.mark.slow
 def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_other_workers(run_example: Any) -> None:
     lines = run_example("stream_text.py", "--shards 6 --lines 60 --stop 10")
 
@@ -114,6 +112,8 @@ def test_a_stream_of_text_shards_goes_on_after_a_stop_with_the_same_and_with_oth
     assert lines[2] == "resumed in three workers: 360 lines once, 0 more than once"
 
 
+# A stream is stopped, and read on by three workers, above; packed ones are in tests/trainer/test_packed_streams_ddp.py.
+@pytest.mark.slow
 def test_pretraining_on_a_packed_stream_goes_on_after_a_stop_and_loses_no_token(run_example: Any) -> None:
     lines = run_example("pretrain_text.py", "--fast")
 

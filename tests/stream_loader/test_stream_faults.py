@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch.utils.data._utils
 from support import hf_streams
+from support.quick import thinned
 from support.stream_cases import (
     END,
     SIZES,
@@ -319,7 +320,8 @@ def test_a_source_of_a_mixture_that_gives_nothing_is_named(nothing: Any, stop: A
     list(loader)
 
 
-@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+# With first_exhausted the pass ends there.
+@pytest.mark.parametrize("stop", thinned(["all_exhausted", "first_exhausted", "cycle"], ["first_exhausted"]))
 def test_a_source_that_was_used_up_before_a_resume_is_not_taken_for_an_empty_one(stop: Any) -> None:
     def make() -> Any:
         return stream_loader(MixedStream({"many": chunks(), "few": chunks((1, 1), 100)}, stop=stop), **IN_PROCESS)
