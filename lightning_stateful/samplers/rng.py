@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,11 +100,11 @@ def seed_or_default(seed: int | None) -> int:
 @contextmanager
 def keep_randomness() -> Iterator[None]:
     """Restore the CPU generators of torch, NumPy and ``random`` at the end of the block."""
-    before = Randomness.now()
+    before = _snapshot()
     try:
         yield
     finally:
-        before.restore()
+        _put_back(before)
 
 
 def seed_generator(generator: object, seed: int) -> None:
@@ -147,21 +148,15 @@ def state_of_generator(generator: Any) -> str:
 
 
 class keep_if_drawn:  # noqa: N801  # a context manager, in a third of the time that a generator takes
-    """Restore the CPU generators at the end of the block, at little cost if nothing was drawn or seeded in it."""
+    """Restore the CPU generators at the end of the block, at little cost."""
 
-    __slots__ = ("_before", "_of_torch")
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = _memory() or Randomness.now()
-        self._of_torch = torch.default_generator.get_state()
+        self._before = _snapshot()
 
     def __exit__(self, *error: object) -> None:
-        if isinstance(self._before, Randomness):
-            self._before.restore()
-            return
-        torch.default_generator.set_state(self._of_torch)
-        if _memory() != self._before:
-            _put_back(self._before)
+        _put_back(self._before)
 
 
 class IsolatedReads:
@@ -190,7 +185,7 @@ class IsolatedReads:
                 finally:
                     has_drawn = _memory() != before
                     if has_drawn and before is not None:
-                        _put_back(before)
+                        _write_memory(before)
                 if not has_drawn:
                     return result
                 self._num_idle = None
@@ -222,32 +217,15 @@ class OwnRandomness:
         """Seed them; not within a block."""
         with keep_randomness():
             seed_randomness(seed)
-            self._own, self._memory = Randomness.now(), _memory()
+            self._own = _snapshot()
 
     def __enter__(self) -> None:
-        self._before = _memory()
-        if self._before is None or self._memory is None:
-            self._others = Randomness.now()
-            self._own.restore()
-            return
-        self._of_torch = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._own.of_torch)
-        _put_back(self._memory)
+        self._others = _snapshot()
+        _put_back(self._own)
 
     def __exit__(self, *error: object) -> None:
-        if self._before is None or self._memory is None:
-            self._own = Randomness.now()
-            self._others.restore()
-        else:
-            after = _memory()
-            if after is None or after[1] != self._memory[1]:
-                self._own = Randomness.now()
-            else:
-                self._own = self._own._replace(of_torch=torch.default_generator.get_state())
-            # NumPy keeps a second normal number, if it has drawn one, elsewhere than in this memory.
-            self._memory = None if self._own.of_numpy[3] else after
-            torch.default_generator.set_state(self._of_torch)
-            _put_back(self._before)
+        self._own = _snapshot()
+        _put_back(self._others)
 
 
 _NUM_WORDS = 624
@@ -286,17 +264,53 @@ def _numpy_memory(bits: Any) -> Any:
     return (ctypes.c_char * (4 * (_NUM_WORDS + 1))).from_address(bits.ctypes.state_address)
 
 
-def _memory() -> tuple[bytes, bytes, float | None] | None:
-    """A cheap snapshot of the generators of ``random`` and NumPy; None if their memory cannot be read.
+def _normal_memory() -> Any:
+    """The memory of the second of two normal numbers, which NumPy's legacy functions keep for later, behind a flag.
 
-    It lacks the second of two normal numbers, which NumPy's legacy functions keep for later.
+    None if objects are laid out in another way than in CPython.
     """
-    of_numpy = _numpy_memory(_bit_generator())
-    if _PYTHON_MEMORY is None or of_numpy is None:
+    if sys.implementation.name != "cpython":
         return None
-    return _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next
+    # Where it is shows in another object of that kind, which is given a flag and a number to be found by.
+    tried, number = np.random.RandomState(0), 0.123456789
+    held = (ctypes.c_char * type(tried).__basicsize__).from_address(id(tried))
+    state: Any = tried.get_state()
+    tried.set_state((*state[:3], 1, number))
+    begin = held.raw.find(struct.pack("=qd", 1, number))
+    tried.set_state((*state[:3], 0, 0.0))
+    if begin < 0 or any(held.raw[begin : begin + 16]):
+        return None
+    return (ctypes.c_char * 16).from_address(id(np.random.mtrand._rand) + begin)
 
 
-def _put_back(memory: tuple[bytes, bytes, float | None]) -> None:
-    """Restore a snapshot of :func:`_memory`, in a hundredth of the time that the generators' own functions take."""
-    _PYTHON_MEMORY.raw, _numpy_memory(_bit_generator()).raw, _PYTHON.gauss_next = memory
+_NORMAL_MEMORY = _normal_memory()
+_Memory = tuple[bytes, bytes, float | None, bytes]
+
+
+def _memory() -> _Memory | None:
+    """The states of the generators of ``random`` and NumPy at little cost; None if their memory cannot be read."""
+    of_numpy = _numpy_memory(_bit_generator())
+    if _PYTHON_MEMORY is None or of_numpy is None or _NORMAL_MEMORY is None:
+        return None
+    return _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+
+
+def _write_memory(memory: _Memory) -> None:
+    """Restore states of :func:`_memory`, in a hundredth of the time that the generators' own functions take."""
+    _PYTHON_MEMORY.raw, _numpy_memory(_bit_generator()).raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = memory
+
+
+def _snapshot() -> Randomness | tuple[torch.Tensor, _Memory]:
+    """The present states of torch, ``random`` and NumPy for :func:`_put_back`."""
+    memory = _memory()
+    return Randomness.now() if memory is None else (torch.default_generator.get_state(), memory)
+
+
+def _put_back(snapshot: Randomness | tuple[torch.Tensor, _Memory]) -> None:
+    """Restore a :func:`_snapshot`."""
+    if isinstance(snapshot, Randomness):
+        snapshot.restore()
+        return
+    of_torch, memory = snapshot
+    torch.default_generator.set_state(of_torch)
+    _write_memory(memory)

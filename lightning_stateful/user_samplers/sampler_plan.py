@@ -102,12 +102,13 @@ class SamplerEpochPlan:
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """The batches of ``rank``; numbered by its first item, far apart for the passes of an epoch."""
-        order, begun = self.order, self.progress_after(first_step)
+        # What has changed between two epochs is looked for when the pass begins.
+        order, begun = self.order, self._progress_after(first_step)
         rank = 0 if order.dealing.is_own else rank
         seen = 0 if self._latest is None else self._latest.drawn
         if self.remaining is None and seen < begun.consumed + self.rule.full:
             # It may end before that: only the steps themselves tell how large the last ones are.
-            begun = self.progress_after(0)
+            begun = self._progress_after(0)
         else:
             first_step = 0
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
@@ -116,14 +117,18 @@ class SamplerEpochPlan:
             own_rank = detect_topology().rank if order.dealing.is_own else len(noted)
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
+        before, is_whole = begun.cycle * _MANY_ITEMS, order.whole_batches
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
-            yield (
-                begun.cycle * _MANY_ITEMS + first,
-                own if not order.whole_batches else own[0] if len(own) == 1 else _joined(own),
-            )
+            yield before + first, own if not is_whole else own[0] if len(own) == 1 else _joined(own)
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest pass has noted by then."""
+        after = self._progress_after(steps)
+        if not self._begun.consumed + steps:
+            self.order.memory.compare_epochs(self.order, self.epoch)
+        return after
+
+    def _progress_after(self, steps: int) -> Progress:
         begun, remaining, order = self._begun, self.remaining, self.order
         # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
@@ -132,8 +137,6 @@ class SamplerEpochPlan:
             is_own, index = order.dealing.is_own, begun.consumed + served
             noted = self._latest.noted_by_ranks(index) if is_own else self._latest.noted_before(index)
             details[order.kind] = noted or details[order.kind]
-        if not begun.consumed + steps:
-            order.memory.compare_epochs(order, self.epoch)
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
@@ -168,18 +171,17 @@ class SamplerEpochPlan:
     def _steps(self, walk: SamplerPass, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
         """The items of ``rank`` step by step, each with the number of the first."""
         rule, shuffles = self.rule, self.order.shuffles
-        full = rule.full
+        full, pads, num_replicas = rule.full, rule.pad, rule.num_replicas
         # Of an end that is not announced, other ranks have to know before the last steps begin.
         ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
         is_first = True
         while True:
             end = self._length
-            has_more = not (rule.pad or is_first or end is None or end - index < 2 * full)
-            if has_more and walk.look_ahead(full) == full:
+            has_more = not (pads or is_first or end is None or end - index < 2 * full)
+            if has_more and (items := walk.next_items(full)) is not None:
                 # Most steps are alike.
-                items = walk.take(full)
                 items = self._in_order(items, index) if shuffles else items
-                yield index + rank, items[rank :: rule.num_replicas]
+                yield index + rank, items[rank::num_replicas]
                 index += full
                 continue
             if end is not None and not rule.num_steps(end - index):

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers.rng import IsolatedReads, Randomness, keep_if_drawn, keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import (
+    IsolatedReads,
+    OwnRandomness,
+    Randomness,
+    keep_if_drawn,
+    keep_randomness,
+    seed_randomness,
+)
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -61,3 +68,38 @@ def test_the_seed_that_torch_tells_fits_into_a_tensor(seed: int) -> None:
     reads = IsolatedReads()
     told = {reads(seed, torch.initial_seed) for _ in range(20)}
     assert told == {seed % 2**63}
+
+
+def normals() -> tuple[float, ...]:
+    """Three normal numbers of each kind: of every pair the second is kept for later."""
+    return (*np.random.standard_normal(3), *(random.gauss(0, 1) for _ in range(3)), torch.randn(()).item())
+
+
+def test_own_generators_go_on_where_they_were_left_and_share_no_kept_normal_number() -> None:
+    seed_randomness(7)
+    of_own = [normals() for _ in range(4)]
+    seed_randomness(5)
+    of_process = [normals() for _ in range(4)]
+    own, found = OwnRandomness(7), []
+    seed_randomness(5)
+    for expected in of_process:
+        assert normals() == expected
+        with own:
+            found.append(normals())
+
+    assert found == of_own
+
+
+def test_a_read_that_takes_a_kept_normal_number_is_read_again_under_its_seed() -> None:
+    reads = IsolatedReads()
+    for seed in range(20):
+        reads(seed, lambda: None)
+    seed_randomness(5)
+    _, following = np.random.standard_normal(), np.random.get_state()
+    found = reads(9, np.random.standard_normal)
+    state = np.random.get_state()
+    seed_randomness(9)
+
+    assert found == np.random.standard_normal()
+    assert state[2:] == following[2:]
+    assert (state[1] == following[1]).all()
