@@ -18,7 +18,7 @@ OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tes
 	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
 	tests/trainer/test_internals.py tests/trainer/test_streams.py tests/trainer/test_ddp.py
 
-.PHONY: install demo test test-all test-oldest test-wheel check bench bench-fast docs clean
+.PHONY: install demo test test-slow test-all test-oldest test-wheel check bench bench-fast docs clean
 
 install: $(STAMP)
 
@@ -34,6 +34,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What make test leaves out for its time.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 # All examples of all properties too, and what make test leaves out for its time.
 test-all: $(STAMP)

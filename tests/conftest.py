@@ -90,8 +90,16 @@ _LONGEST = (
 )
 
 
+_SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the longest files first."""
+    """Put the tests of the longest files first, and mark those that are listed as slow."""
+    slow = {line for line in _SLOW_CASES.read_text().splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
     names = [f"{name}.py" for name in _LONGEST]
 
     def turn(item: pytest.Item) -> int:
