@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, sh
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
 _GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str]}
+# Values that a batch is compared by, and those of an array.
+_MOST_VALUES, _MOST_DIGESTED = 100_000, 65_536
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
 
 
@@ -54,11 +57,14 @@ class Watch:
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
         changes: Whether an attribute of the loader has changed from batch to batch.
         reads_in_thread: Whether DataLoader was read in another thread than the one that takes the batches.
+        reads_by_hand: Whether a sampler was iterated by hand.
+        asks_length: Whether the number of batches was asked for while they were read. It is that of the whole epoch.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
     def __init__(self) -> None:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
+        self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
         self.kept: set[str] = set()
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
@@ -66,10 +72,18 @@ class Watch:
         self._before = self._first = self._latest = dict[str, str]()
         self.begin()
 
-    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = ()) -> None:
-        """A pass begins, over a loader or an object that holds it, and the loader."""
+    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False) -> None:
+        """A pass begins, over a loader or an object that holds it, and the loader.
+
+        Args:
+            epoch: The epoch.
+            holders: What is iterated, and the loader in it.
+            is_rest: Whether DataLoader reads the rest of the epoch alone.
+        """
         self.num_read = self.num_given = 0
-        self._ahead: deque[Any] = deque()
+        self._is_rest = is_rest
+        # Batches that were read and not given yet, with what they held.
+        self._ahead: deque[tuple[Any, list[Any]]] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
         self._thread = threading.get_ident()
         if holders:
@@ -117,22 +131,49 @@ class Watch:
             self.changes, self._latest = self.num_given > 1 and found != self._latest, found
         if self.differs:
             return
-        if not self._ahead or self._ahead.popleft() is not batch:
+        read, held = self._ahead.popleft() if self._ahead else (None, [])
+        if read is not batch or not _is_alike(held, contents_of(batch)):
             self.note_other()
         elif self.num_given > 1:
             self.is_known = True
 
     def note_other(self) -> None:
         """The loader gives other batches than those that DataLoader reads for it, one after the other."""
+        if not self.differs:
+            self._warn_of_rest("gives other batches now")
         self.differs, self.is_known = True, False
         self._ahead.clear()
+
+    def note_by_hand(self) -> None:
+        """A sampler of the loader's is iterated by hand."""
+        self.reads_by_hand = True
+        self.note_other()
+
+    def note_length(self) -> None:
+        """The number of batches is asked for within a pass."""
+        if not self.asks_length:
+            self._warn_of_rest("asks for len() now, which is that of the whole epoch")
+        self.asks_length = True
+
+    def _warn_of_rest(self, found: str) -> None:
+        """Warn where a resume has begun at the next batch, because nothing spoke against it up to there."""
+        if self._is_rest and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self._holders[0]).__qualname__}.__iter__ had handed on DataLoader's batches as they are up to "
+                f"the checkpoint, so the resume began it at the next one; it {found}, so the batches of epoch "
+                f"{self._epoch} may not be those of a run without a stop. Change batches from the first on, or in the "
+                "collate_fn, or resume from a checkpoint of the end of an epoch.",
+                StatefulWarning,
+                stacklevel=3,
+            )
 
     def note_read(self, batch: Any) -> None:
         """DataLoader has read a batch."""
         self.num_read += 1
         self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
-            self._ahead.append(batch)
+            self._ahead.append((batch, contents_of(batch)))
 
 
 def _next_counted(reference: Any, watch: Watch) -> Any:
@@ -152,12 +193,20 @@ class OwnPlan:
         skipped: Batches that it gives first and that the model has been trained on before.
         watch: Tells whether it gives one for each of DataLoader's.
         given_on: What the batches depend on beside the configuration.
+        whole: Plans the whole epoch of DataLoader's batches.
     """
 
     def __init__(
-        self, plan: EpochPlan, num_steps: int, skipped: int, watch: Watch, given_on: Mapping[str, int | None]
+        self,
+        plan: EpochPlan,
+        num_steps: int,
+        skipped: int,
+        watch: Watch,
+        given_on: Mapping[str, int | None],
+        whole: Callable[[], EpochPlan],
     ) -> None:
         self.plan, self.skipped = plan, skipped
+        self._plan_whole = whole
         # One that gave as many as it says, or more, says nothing about its end.
         is_known = num_steps < UNKNOWN and not (skipped and skipped >= num_steps)
         self.num_steps = num_steps - skipped if is_known else UNKNOWN
@@ -168,9 +217,19 @@ class OwnPlan:
         """The epoch that is planned."""
         return self.plan.epoch
 
+    @property
+    def is_rest(self) -> bool:
+        """Whether DataLoader has been read before in this epoch."""
+        return self.plan.progress_after(0).consumed > 0
+
+    def whole(self) -> EpochPlan:
+        """The plan of all of DataLoader's batches of the epoch."""
+        return self._plan_whole() if self.is_rest else self.plan
+
     def is_reread_at(self, step: int) -> bool:
         """Whether a resume at a step has to read the epoch again from where this plan's begins."""
-        differs = self._watch.differs or self._watch.changes or (step == 1 and not self._watch.is_known)
+        watch = self._watch
+        differs = watch.differs or watch.changes or watch.asks_length or (step == 1 and not watch.is_known)
         # One that says that it gives another number of batches may yet do so, or read its data once more.
         says_other = self.num_steps != self.plan.num_steps
         return self.skipped > 0 or (step > 0 and (differs or says_other))
@@ -234,7 +293,7 @@ class OwnTracker(Tracker):
         is_whole = not (start.consumed or start.cycle)
         length = self.length_of(plan)
         length = length if is_whole or length == UNKNOWN else plan.num_steps
-        made = OwnPlan(plan, length, skipped, self.watch, given_on)
+        made = OwnPlan(plan, length, skipped, self.watch, given_on, partial(Tracker.plan_epoch, self, epoch))
         if progress is not None:
             self._known_own = progress, epoch, ranks, made
         return made
@@ -295,6 +354,50 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
             if told:
                 found[f"{type(holder).__qualname__}.{name}" if number else name] = told
     return found
+
+
+def contents_of(batch: Any) -> list[Any]:
+    """The values in a batch, with what tells whether a tensor or an array has been changed in place.
+
+    Looked at are lists, tuples, dicts and the attributes of objects. The list holds the values themselves, so that
+    another one cannot take the place in memory of one that was replaced.
+    """
+    found, seen, left = list[Any](), set[int](), [batch]
+    while left and len(found) < _MOST_VALUES:
+        value = left.pop()
+        found.append(value)
+        if isinstance(value, torch.Tensor):
+            # Tensors that are made in inference mode have no version.
+            found.append(None if value.is_inference() else value._version)
+        elif isinstance(value, np.ndarray):
+            found.append(_digest_of_array(value))
+        elif not isinstance(value, (str, bytes, int, float)) and id(value) not in seen:
+            seen.add(id(value))
+            left += _parts_of(value)
+    return found
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
+
+
+def _digest_of_array(array: Any) -> int:
+    """A digest of an array: of all of a small one, and of some values of a large one."""
+    if array.dtype.hasobject:
+        return 0
+    flat = array.ravel() if array.size <= _MOST_DIGESTED else array.flat[:: array.size // _MOST_DIGESTED]
+    return crc32(flat.tobytes())
+
+
+def _is_alike(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the very same values; numbers, which are no objects of a batch's own, equal ones."""
+    if len(before) != len(now):
+        return False
+    return all(one is other or (type(one) is int and one == other) for one, other in zip(before, now, strict=True))
 
 
 def _length_of(batches: Any) -> int:
