@@ -389,7 +389,8 @@ class BatchReader:
             of_batch = mixed_seed(seed, next(numbers))
             if watch is None or self.loader.num_workers or not watch.reads_in_thread:
                 seed_randomness(of_batch)
-                dataset.begin_by_hand(of_batch)
+                if isinstance(dataset, SeededDataset):
+                    dataset.begin_by_hand(of_batch)
             return fetch()
 
         return draw

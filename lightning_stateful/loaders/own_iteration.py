@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
+from lightning_stateful.loaders.held_state import is_untouched, values_in
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
@@ -43,8 +43,6 @@ from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, sh
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
 _GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str]}
-# Values that a batch is compared by, and those of an array.
-_MOST_VALUES, _MOST_DIGESTED = 100_000, 65_536
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
 
 
@@ -132,7 +130,7 @@ class Watch:
         if self.differs:
             return
         read, held = self._ahead.popleft() if self._ahead else (None, [])
-        if read is not batch or not _is_alike(held, contents_of(batch)):
+        if read is not batch or not is_untouched(held, values_in(batch)):
             self.note_other()
         elif self.num_given > 1:
             self.is_known = True
@@ -173,7 +171,7 @@ class Watch:
         self.num_read += 1
         self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
-            self._ahead.append((batch, contents_of(batch)))
+            self._ahead.append((batch, values_in(batch)))
 
 
 def _next_counted(reference: Any, watch: Watch) -> Any:
@@ -354,50 +352,6 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
             if told:
                 found[f"{type(holder).__qualname__}.{name}" if number else name] = told
     return found
-
-
-def contents_of(batch: Any) -> list[Any]:
-    """The values in a batch, with what tells whether a tensor or an array has been changed in place.
-
-    Looked at are lists, tuples, dicts and the attributes of objects. The list holds the values themselves, so that
-    another one cannot take the place in memory of one that was replaced.
-    """
-    found, seen, left = list[Any](), set[int](), [batch]
-    while left and len(found) < _MOST_VALUES:
-        value = left.pop()
-        found.append(value)
-        if isinstance(value, torch.Tensor):
-            # Tensors that are made in inference mode have no version.
-            found.append(None if value.is_inference() else value._version)
-        elif isinstance(value, np.ndarray):
-            found.append(_digest_of_array(value))
-        elif not isinstance(value, (str, bytes, int, float)) and id(value) not in seen:
-            seen.add(id(value))
-            left += _parts_of(value)
-    return found
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    return list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
-
-
-def _digest_of_array(array: Any) -> int:
-    """A digest of an array: of all of a small one, and of some values of a large one."""
-    if array.dtype.hasobject:
-        return 0
-    flat = array.ravel() if array.size <= _MOST_DIGESTED else array.flat[:: array.size // _MOST_DIGESTED]
-    return crc32(flat.tobytes())
-
-
-def _is_alike(before: list[Any], now: list[Any]) -> bool:
-    """Whether two lists hold the very same values; numbers, which are no objects of a batch's own, equal ones."""
-    if len(before) != len(now):
-        return False
-    return all(one is other or (type(one) is int and one == other) for one, other in zip(before, now, strict=True))
 
 
 def _length_of(batches: Any) -> int:

@@ -77,8 +77,8 @@ class OwnPasses:
     def _plan(self, order: BatchOrder, plan: EpochPlan, number: int) -> EpochPlan:
         begun = (plan.plan if isinstance(plan, OwnPlan) else plan).progress_after(0)
         if not isinstance(order, WrappedSampler):
-            start = Progress(epoch=plan.epoch + number * _PASS_OF_EPOCH, cycle=0 if number else begun.cycle)
-            return order.plan(start.epoch, self._num_replicas(), start)
+            start = None if number else Progress(epoch=plan.epoch, cycle=begun.cycle)
+            return order.plan(plan.epoch + number * _PASS_OF_EPOCH, self._num_replicas(), start)
         if begun.cycle + number >= ASIDE:
             self._warn_of_many()
         cycle = min(begun.cycle + number, ASIDE - 1)
