@@ -70,6 +70,10 @@ class Watch:
         self._before = self._first = self._latest = dict[str, str]()
         self.begin()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
+        return {**vars(self), "_holders": (), "_ahead": deque()}
+
     def begin(self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False) -> None:
         """A pass begins, over a loader or an object that holds it, and the loader.
 

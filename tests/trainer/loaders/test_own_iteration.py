@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,14 @@ def test_a_sampler_that_is_read_by_hand_is_dealt_out_as_by_torch() -> None:
                 # Of 13 samples one is served twice: another one than torch's.
                 assert served[rank][:6] == list(DistributedSampler(Numbers(13), 2, rank, shuffle=False))[:6]
         assert sorted({*served[0], *served[1]}) == list(range(13))
+
+
+def test_one_that_is_read_can_be_pickled() -> None:
+    for name in ("ByHand", "ByNumber"):
+        loader = patch_dataloader(made(name))
+        next(iter(loader))
+        unpickled = pickle.loads(pickle.dumps(loader))
+        assert [batch["id"].tolist() for batch in unpickled] == [batch["id"].tolist() for batch in loader]
 
 
 def test_an_iteration_by_hand_finds_the_samplers_of_torch() -> None:
