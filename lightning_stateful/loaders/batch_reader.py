@@ -175,11 +175,11 @@ class BatchReader:
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
         self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
+        users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
         self.loader: DataLoader[Any] = original
-        users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         sampler: Any = {"batch_sampler": batches} if is_batched else {"batch_sampler": None, "sampler": batches}
         # Past torch's guard against changes: workers begin anew.
         vars(original).update(
