@@ -93,7 +93,7 @@ class Watch:
             self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
-        """DataLoader is asked for a batch: by the first of a pass, what is set anew for each pass is set."""
+        """Something is read or given: by the first of a pass, what is set anew for each pass is set."""
         if not self._has_asked and self._holders:
             self._has_asked, found = True, self._found_at_pass()
             if self._num_passes == 1:
@@ -127,6 +127,8 @@ class Watch:
 
     def note(self, batch: Any) -> None:
         """A batch is given."""
+        # One that has read none of DataLoader's.
+        self.note_ask()
         self.num_given += 1
         if not self.changes:
             found = digests_of_attributes(self._holders)
@@ -148,6 +150,7 @@ class Watch:
 
     def note_by_hand(self) -> None:
         """A sampler of the loader's is iterated by hand."""
+        self.note_ask()
         self.reads_by_hand = True
         self.note_other()
 

@@ -208,6 +208,26 @@ class ShufflesItself(DataLoader[Any]):
             yield self.collate_fn([self.dataset[index] for index in indices.tolist()])
 
 
+class CountsByHand(ByHand):
+    """Counts its passes, and reads its sampler by hand."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        yield from super().__iter__()
+
+
+class CountsUnread(ShufflesItself):
+    """Counts its passes, and reads no sampler."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        yield from super().__iter__()
+
+
 class ChangesLate(DataLoader[Any]):
     """Changes the fourth batch that it reads."""
 

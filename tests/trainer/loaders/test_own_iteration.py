@@ -285,6 +285,8 @@ def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_
     [
         (own.CountsInModule, "support.own_iterations.PASSES"),
         (own.CountsInClass, "CountsInClass.begun"),
+        (own.CountsByHand, "num_passes"),
+        (own.CountsUnread, "num_passes"),
         (own.counts_around(), "counts_around.<locals>.CountsAround.__iter__.begun"),
     ],
 )
