@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.collate_watch import CollateWatch
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
+from lightning_stateful.loaders.planned_batches import (
+    OwnPasses,
+    PlannedBatches,
+    SeededIndex,
+    ShownSampler,
+    users_sampler,
+)
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
@@ -34,13 +42,6 @@ class FailedBatch(NamedTuple):
     """Takes the place of a batch that the dataset or its ``collate_fn`` raised an error for."""
 
     error: Exception
-
-
-class SeededIndex(NamedTuple):
-    """A single index (``batch_size=None``) with the seed to read it under; its type tells it from a user's tuples."""
-
-    seed: int
-    index: Any
 
 
 class SeededDataset(Dataset[Any]):
@@ -58,7 +59,8 @@ class SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, held: HeldGenerators | None = None, watch: CollateWatch | None = None) -> None:
         held = held or HeldGenerators(dataset=dataset)
-        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch)
+        # The seed of what is read by hand, and how often that was done under it.
+        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch, _by_hand=None)
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for attributes before __dict__ is filled.
@@ -73,13 +75,26 @@ class SeededDataset(Dataset[Any]):
         return len(self.__dict__["dataset"])
 
     def __getitem__(self, index: Any) -> Any:
-        """The sample at a :class:`SeededIndex`; at a bare one unseeded, for a ``worker_init_fn`` that looks in."""
+        """The sample at a :class:`SeededIndex`; at a bare one by hand, or in a ``worker_init_fn`` that looks in."""
         if isinstance(index, SeededIndex):
             return self._seeded(index.seed, partial(getitem, vars(self)["dataset"], index.index))
-        return vars(self)["dataset"][index]
+        return self._read_by_hand(partial(getitem, vars(self)["dataset"], index))
 
-    def __getitems__(self, batch: tuple[int, Any]) -> Any:
-        """The samples of a batch, ``(seed, indices)``."""
+    def begin_by_hand(self, seed: int) -> None:
+        """Seed what a user's ``__iter__`` reads by hand from now on, as often as it does, from ``seed``."""
+        vars(self)["_by_hand"] = [seed, 0]
+
+    def _read_by_hand(self, read: Callable[[], Any]) -> Any:
+        by_hand = vars(self)["_by_hand"]
+        if by_hand is None or get_worker_info() is not None:
+            return read()
+        by_hand[1] += 1
+        return self._seeded(mixed_seed(*by_hand), read)
+
+    def __getitems__(self, batch: Any) -> Any:
+        """The samples of a batch, ``(seed, indices)``; of bare indices by hand."""
+        if not isinstance(batch, tuple):
+            return self._read_by_hand(partial(read_batch, vars(self)["dataset"], batch))
         seed, indices = batch
         watch = vars(self)["_collate_watch"]
         is_watched = watch is not None and not watch.is_over
@@ -112,83 +127,10 @@ def read_batch(dataset: Any, indices: Any) -> Any:
     return [dataset[index] for index in indices]
 
 
-def known_steps(plan: EpochPlan | None) -> int:
-    """The number of steps of a plan; None for one of a sampler that does not say it.
-
-    Raises:
-        TypeError: Its end is not known yet.
-    """
-    if plan is None or plan.num_steps >= UNKNOWN:
-        raise TypeError("The sampler has no len(), so its loader has none.")
-    return plan.num_steps
-
-
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The attributes of a DataLoader that say how it reads, at least all that this version of torch knows."""
     defaults = vars(DataLoader([])).items()  # type: ignore[arg-type]  # a list is a dataset
     return {name: getattr(loader, name, value) for name, value in defaults if name not in _WHAT}
-
-
-class PlannedBatches:
-    """A batch sampler, or a sampler of single indices, that yields the batches of a plan for one rank.
-
-    Args:
-        seed: Chooses the seed of each batch, from (seed, epoch, number of the batch), which is yielded with the
-            indices for :class:`SeededDataset`. None for bare indices.
-        is_batched: Whether the loader collates batches.
-        plan_again: Plans a further pass within an epoch, from the epoch and the number of passes before it: an
-            ``__iter__`` of the user's may begin DataLoader more than once.
-    """
-
-    def __init__(
-        self, seed: int | None, *, is_batched: bool, plan_again: Callable[[EpochPlan, int], EpochPlan] | None = None
-    ) -> None:
-        self.seed, self.is_batched, self._plan_again = seed, is_batched, plan_again
-        # What the plan raised, as opposed to the dataset.
-        self.error: Exception | None = None
-        # Indices of batches of the pass that were asked for and not given yet; None to keep none.
-        self.asked: deque[Any] | None = None
-        self.plan: EpochPlan
-        self.rank = self.first_step = self._num_passes = 0
-
-    def begin(self, plan: EpochPlan, rank: int, first_step: int = 0) -> None:
-        """Serve the batches of a rank, from a step of a plan on."""
-        self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
-        if self.asked is not None:
-            self.asked = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.error = None
-        plan, first_step = self.plan, self.first_step
-        # At its first batch: with workers, torch calls this twice for a pass.
-        if self._num_passes and self._plan_again is not None:
-            plan, first_step = self._plan_again(plan, self._num_passes), 0
-        self._num_passes += 1
-        try:
-            yield from self._indices(plan, first_step)
-        except Exception as error:
-            self.error = error
-            raise
-
-    def _indices(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
-        batches = plan.batches(self.rank, first_step)
-        if self.asked is not None:
-            batches = self._kept(batches, self.asked)
-        if self.seed is None:
-            return (batch for _, batch in batches)
-        seed = derive_seed("batch", self.seed, plan.epoch)
-        if self.is_batched:
-            # Plain tuples are sent to workers faster.
-            return ((mixed_seed(seed, number), batch) for number, batch in batches)
-        return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
-
-    def _kept(self, batches: Iterator[tuple[int, Any]], asked: deque[Any]) -> Iterator[tuple[int, Any]]:
-        for number, batch in batches:
-            asked.append(batch)
-            yield number, batch
-
-    def __len__(self) -> int:
-        return known_steps(self.plan) - self.first_step
 
 
 class BatchReader:
@@ -204,7 +146,7 @@ class BatchReader:
         watch: Compares what a loader with an ``__iter__`` of its own gives with what it reads; None for others.
         holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         watches_collate: Warn of a ``collate_fn`` that carries something over from batch to batch.
-        plan_again: As of :class:`PlannedBatches`.
+        passes: Plans what an ``__iter__`` of the user's reads; None for loaders without.
 
     Attributes:
         indices: The indices of the batch that was given last, where they are kept; None where the user's ``__iter__``
@@ -222,17 +164,18 @@ class BatchReader:
         watch: Watch | None = None,
         holder: tuple[Any, str] | None = None,
         watches_collate: bool = False,
-        plan_again: Callable[[EpochPlan, int], EpochPlan] | None = None,
+        passes: OwnPasses | None = None,
     ) -> None:
         self.options = options
         self._dataset = dataset
-        self._batches = batches = PlannedBatches(seed, is_batched=is_batched, plan_again=plan_again)
+        self._batches = batches = PlannedBatches(seed, is_batched=is_batched, passes=passes, watch=watch)
         self.indices: Any = None
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
         self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
+        users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -247,8 +190,9 @@ class BatchReader:
             **sampler,
         )
         self._watch, self._has_warned = watch, False
-        if watch is not None and type(original)._get_iterator is DataLoader._get_iterator:
-            vars(original)["_get_iterator"] = partial(_watched, weakref.ref(original), watch)
+        if passes is not None and type(original)._get_iterator is DataLoader._get_iterator:
+            shown = _shown_samplers(users, batches, cuts_samples=passes.cuts_samples)
+            vars(original).update(shown, _get_iterator=partial(_begun, weakref.ref(original), sampler, watch))
         self._given_by = original if holder is None else loader_within(*holder, original)
 
     def keep_indices(self) -> None:
@@ -332,7 +276,7 @@ class BatchReader:
             left_out = plan.skipped + first_step
         batches.begin(plan, rank, 0 if left_out else first_step)
         asked = batches.asked
-        count = plan.num_steps - first_step
+        left = plan.num_steps - first_step
         self._held.begin()
         if not is_own and not (loader.num_workers or loader.pin_memory):
             fetch = self._fetch_in_process(isolated)
@@ -340,25 +284,30 @@ class BatchReader:
             # torch draws a base seed for its workers here; not from the generator that the model uses.
             self._generator.manual_seed(base_seed)
             if self._watch is not None:
-                self._watch.begin(plan.epoch, (self._given_by, *([loader] if self._given_by is not loader else [])))
+                holders = (self._given_by, *([loader] if self._given_by is not loader else []))
+                is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
+                self._watch.begin(plan.epoch, holders, is_rest=is_rest)
             fetch = self._fetch_from(iter(self._given_by))
+            if is_own and batches.seed is not None:
+                seed = derive_seed("iteration", batches.seed, plan.epoch)
+                fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
             if self._collate_watch is not None and loader.num_workers:
                 # Workers of later passes need not look again.
                 self._collate_watch.is_over = True
-            if batches.seed is not None and not loader.num_workers:
+            if batches.seed is not None and (is_own or not loader.num_workers):
                 # Worker processes have generators of their own; here the model uses the same ones.
                 fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
         if is_own:
             yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
             return
-        for served in range(count):
+        for served in range(left):
             try:
                 batch = fetch()
             except StopIteration:
-                if count < _NEVER and first_step + served < plan.num_steps:
+                if left < _NEVER and first_step + served < plan.num_steps:
                     warnings.warn(
                         f"{type(self._dataset).__qualname__} or its collate_fn raised StopIteration at batch {served} "
-                        f"of {count}, which ends the epoch there. Let it raise another error, or give the batch.",
+                        f"of {left}, which ends the epoch there. Let it raise another error, or give the batch.",
                         StatefulWarning,
                         stacklevel=2,
                     )
@@ -398,7 +347,7 @@ class BatchReader:
         self._watch.note(batch)
         if self._watch.reads_in_thread and self._batches.seed is not None and not self.loader.num_workers:
             self._warn_of_thread()
-        if not self._watch.num_read and self._given_by is not self.loader:
+        if not (self._watch.num_read or self._watch.reads_by_hand) and self._given_by is not self.loader:
             raise UnsupportedLoaderError(
                 f"{type(self._given_by).__qualname__} holds a {type(self.loader).__qualname__} and gives batches "
                 "without reading it, so a resume could not be exact. Pass the DataLoader itself."
@@ -431,6 +380,20 @@ class BatchReader:
                 return FailedBatch(error)
 
         return fetch
+
+    def _fetch_drawing(self, fetch: Callable[[], Any], seed: int, number: int) -> Callable[[], Any]:
+        """A function that takes the next batch of a user's ``__iter__``, whose own draws follow from its number."""
+        numbers, watch, dataset = count(number), self._watch, vars(self.loader)["dataset"]
+
+        def draw() -> Any:
+            of_batch = mixed_seed(seed, next(numbers))
+            if watch is None or self.loader.num_workers or not watch.reads_in_thread:
+                seed_randomness(of_batch)
+                if isinstance(dataset, SeededDataset):
+                    dataset.begin_by_hand(of_batch)
+            return fetch()
+
+        return draw
 
     def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
@@ -474,5 +437,22 @@ def _watched_collate(watch: CollateWatch, collate: Callable[[Any], Any], samples
     return batch
 
 
-def _watched(reference: Any, watch: Watch) -> Any:
-    return watch.count(DataLoader._get_iterator(reference()))
+def _shown_samplers(users: tuple[Any, Any], batches: PlannedBatches, *, cuts_samples: bool) -> dict[str, Any]:
+    """The sampler and batch sampler that a user's ``__iter__`` finds, which yield the plain indices of the epoch."""
+    sampler, batch_sampler = users
+    if not batches.is_batched:
+        return {"sampler": ShownSampler(sampler, batches.samples, batches.num_samples)}
+    parts = {"sampler": ShownSampler(sampler, batches.samples, batches.num_samples)} if cuts_samples else {}
+    return {**parts, "batch_sampler": ShownSampler(batch_sampler, batches.indices, batches.__len__, **parts)}
+
+
+def _begun(reference: Any, samplers: dict[str, Any], watch: Watch | None) -> Any:
+    """Begin torch's iterator of a loader, over seeded batches; what shows the user plain indices is put back."""
+    held = vars(reference())
+    shown = {name: held[name] for name in samplers}
+    held.update(samplers)
+    try:
+        iterator = DataLoader._get_iterator(reference())
+    finally:
+        held.update(shown)
+    return iterator if watch is None else watch.count(iterator)

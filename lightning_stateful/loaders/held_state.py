@@ -1,13 +1,14 @@
-"""Copies what functions and objects hold, to tell whether it has changed and to put it back."""
+"""Copies what functions and objects hold, to tell whether it has changed and to put it back, batches among them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
+# Values that a batch is compared by, and those of an array in it.
+_MOST_VALUES, _MOST_DIGESTED = 10_000, 65_536
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
@@ -182,3 +185,47 @@ def _put_back(value: Any, copied: Any) -> None:
         for name in held.keys() - copied.keys():
             del held[name]
         held.update(copied)
+
+
+def values_in(batch: Any) -> list[Any]:
+    """The values in a batch, with what tells whether a tensor or an array has been changed in place.
+
+    Looked at are lists, tuples, dicts and the attributes of objects, those that are nearest first. The list holds the
+    values themselves, so that another one cannot take the place in memory of one that was replaced.
+    """
+    found, seen, left = list[Any](), set[int](), deque([batch])
+    while left and len(found) < _MOST_VALUES:
+        value = left.popleft()
+        found.append(value)
+        if isinstance(value, torch.Tensor):
+            # Tensors that are made in inference mode have no version.
+            found.append(None if value.is_inference() else value._version)
+        elif isinstance(value, np.ndarray):
+            found.append(_sum_of_array(value))
+        elif not isinstance(value, (str, bytes, int, float)) and id(value) not in seen:
+            seen.add(id(value))
+            left += _parts_of(value)
+    return found
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
+
+
+def _sum_of_array(array: Any) -> int:
+    """A digest of an array: of all of a small one, and of some values of a large one."""
+    if array.dtype.hasobject:
+        return 0
+    flat = array.ravel() if array.size <= _MOST_DIGESTED else array.flat[:: array.size // _MOST_DIGESTED]
+    return crc32(flat.tobytes())
+
+
+def is_untouched(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the very same values; numbers, which are no objects of a batch's own, equal ones."""
+    if len(before) != len(now):
+        return False
+    return all(one is other or (type(one) is int and one == other) for one, other in zip(before, now, strict=True))

@@ -33,6 +33,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
+from lightning_stateful.loaders.held_state import is_untouched, values_in
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
@@ -54,11 +55,14 @@ class Watch:
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
         changes: Whether an attribute of the loader has changed from batch to batch.
         reads_in_thread: Whether DataLoader was read in another thread than the one that takes the batches.
+        reads_by_hand: Whether a sampler was iterated by hand.
+        asks_length: Whether the number of batches was asked for while they were read. It is that of the whole epoch.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
     def __init__(self) -> None:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
+        self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
         self.kept: set[str] = set()
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
@@ -66,10 +70,22 @@ class Watch:
         self._before = self._first = self._latest = dict[str, str]()
         self.begin()
 
-    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = ()) -> None:
-        """A pass begins, over a loader or an object that holds it, and the loader."""
+    def __getstate__(self) -> dict[str, Any]:
+        # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
+        return {**vars(self), "_holders": (), "_ahead": deque()}
+
+    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False) -> None:
+        """A pass begins, over a loader or an object that holds it, and the loader.
+
+        Args:
+            epoch: The epoch.
+            holders: What is iterated, and the loader in it.
+            is_rest: Whether DataLoader reads the rest of the epoch alone.
+        """
         self.num_read = self.num_given = 0
-        self._ahead: deque[Any] = deque()
+        self._is_rest = is_rest
+        # Batches that were read and not given yet, with what they held.
+        self._ahead: deque[tuple[Any, list[Any]]] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
         self._thread = threading.get_ident()
         if holders:
@@ -77,7 +93,7 @@ class Watch:
             self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
-        """DataLoader is asked for a batch: by the first of a pass, what is set anew for each pass is set."""
+        """Something is read or given: by the first of a pass, what is set anew for each pass is set."""
         if not self._has_asked and self._holders:
             self._has_asked, found = True, self._found_at_pass()
             if self._num_passes == 1:
@@ -111,28 +127,58 @@ class Watch:
 
     def note(self, batch: Any) -> None:
         """A batch is given."""
+        # One that has read none of DataLoader's.
+        self.note_ask()
         self.num_given += 1
         if not self.changes:
             found = digests_of_attributes(self._holders)
             self.changes, self._latest = self.num_given > 1 and found != self._latest, found
         if self.differs:
             return
-        if not self._ahead or self._ahead.popleft() is not batch:
+        read, held = self._ahead.popleft() if self._ahead else (None, [])
+        if read is not batch or not is_untouched(held, values_in(batch)):
             self.note_other()
         elif self.num_given > 1:
             self.is_known = True
 
     def note_other(self) -> None:
         """The loader gives other batches than those that DataLoader reads for it, one after the other."""
+        if not self.differs:
+            self._warn_of_rest("gives other batches now")
         self.differs, self.is_known = True, False
         self._ahead.clear()
+
+    def note_by_hand(self) -> None:
+        """A sampler of the loader's is iterated by hand."""
+        self.note_ask()
+        self.reads_by_hand = True
+        self.note_other()
+
+    def note_length(self) -> None:
+        """The number of batches is asked for within a pass."""
+        if not self.asks_length:
+            self._warn_of_rest("asks for len() now, which is that of the whole epoch")
+        self.asks_length = True
+
+    def _warn_of_rest(self, found: str) -> None:
+        """Warn where a resume has begun at the next batch, because nothing spoke against it up to there."""
+        if self._is_rest and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self._holders[0]).__qualname__}.__iter__ had handed on DataLoader's batches as they are up to "
+                f"the checkpoint, so the resume began it at the next one; it {found}, so the batches of epoch "
+                f"{self._epoch} may not be those of a run without a stop. Change batches from the first on, or in the "
+                "collate_fn, or resume from a checkpoint of the end of an epoch.",
+                StatefulWarning,
+                stacklevel=3,
+            )
 
     def note_read(self, batch: Any) -> None:
         """DataLoader has read a batch."""
         self.num_read += 1
         self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
-            self._ahead.append(batch)
+            self._ahead.append((batch, values_in(batch)))
 
 
 def _next_counted(reference: Any, watch: Watch) -> Any:
@@ -152,12 +198,20 @@ class OwnPlan:
         skipped: Batches that it gives first and that the model has been trained on before.
         watch: Tells whether it gives one for each of DataLoader's.
         given_on: What the batches depend on beside the configuration.
+        whole: Plans the whole epoch of DataLoader's batches.
     """
 
     def __init__(
-        self, plan: EpochPlan, num_steps: int, skipped: int, watch: Watch, given_on: Mapping[str, int | None]
+        self,
+        plan: EpochPlan,
+        num_steps: int,
+        skipped: int,
+        watch: Watch,
+        given_on: Mapping[str, int | None],
+        whole: Callable[[], EpochPlan],
     ) -> None:
         self.plan, self.skipped = plan, skipped
+        self._plan_whole = whole
         # One that gave as many as it says, or more, says nothing about its end.
         is_known = num_steps < UNKNOWN and not (skipped and skipped >= num_steps)
         self.num_steps = num_steps - skipped if is_known else UNKNOWN
@@ -168,9 +222,19 @@ class OwnPlan:
         """The epoch that is planned."""
         return self.plan.epoch
 
+    @property
+    def is_rest(self) -> bool:
+        """Whether DataLoader has been read before in this epoch."""
+        return self.plan.progress_after(0).consumed > 0
+
+    def whole(self) -> EpochPlan:
+        """The plan of all of DataLoader's batches of the epoch."""
+        return self._plan_whole() if self.is_rest else self.plan
+
     def is_reread_at(self, step: int) -> bool:
         """Whether a resume at a step has to read the epoch again from where this plan's begins."""
-        differs = self._watch.differs or self._watch.changes or (step == 1 and not self._watch.is_known)
+        watch = self._watch
+        differs = watch.differs or watch.changes or watch.asks_length or (step == 1 and not watch.is_known)
         # One that says that it gives another number of batches may yet do so, or read its data once more.
         says_other = self.num_steps != self.plan.num_steps
         return self.skipped > 0 or (step > 0 and (differs or says_other))
@@ -234,7 +298,7 @@ class OwnTracker(Tracker):
         is_whole = not (start.consumed or start.cycle)
         length = self.length_of(plan)
         length = length if is_whole or length == UNKNOWN else plan.num_steps
-        made = OwnPlan(plan, length, skipped, self.watch, given_on)
+        made = OwnPlan(plan, length, skipped, self.watch, given_on, partial(Tracker.plan_epoch, self, epoch))
         if progress is not None:
             self._known_own = progress, epoch, ranks, made
         return made

@@ -16,9 +16,10 @@ from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, known_steps, options_of
+from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
 from lightning_stateful.loaders.description import LoaderDescription, LoaderSettings, changed_since, describe_loader
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
+from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
@@ -30,9 +31,6 @@ from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
-# A second pass within an epoch has the order of an epoch that no run gets to.
-_PASS_OF_EPOCH = 2**32
 
 
 class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
@@ -154,7 +152,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Whether a data module has made it for the Trainer that asks, which reads this very loader, on its own ranks.
         self.is_for_trainer = False
         # Whether the ranks have compared what they have; a Trainer's do before they train.
-        self._is_compared = self._has_warned_of_passes = False
+        self._is_compared = False
         self._told = None if settings.exact else ToldEpochs([loader.dataset])
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
@@ -173,6 +171,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder
         is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
         self._watch = Watch() if is_own and not settings.exact else None
+        self._passes = OwnPasses(order, partial(_num_replicas, self), self._watch) if is_own else None
         config = description.config(order, dataset)
         kind = Tracker if self._watch is None else OwnTracker
         self.tracker = kind(
@@ -326,37 +325,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
-            how |= {"plan_again": None if self._watch is None else self._plan_again}
-            self._reader = BatchReader(self.dataset, seed, options, **how)
+            self._reader = BatchReader(self.dataset, seed, options, **how, passes=self._passes)
         if self._keeps_indices:
             self._reader.keep_indices()
         return self._reader
-
-    def _plan_again(self, plan: EpochPlan, number: int) -> EpochPlan:
-        """Plan a further pass that the user's ``__iter__`` begins in an epoch: as torch's, in an order of its own.
-
-        Args:
-            plan: The plan of the epoch.
-            number: Passes that were begun in the epoch before.
-
-        Warns:
-            StatefulWarning: The pass is like the first, because the order is that of a sampler of the user's.
-        """
-        if self._watch is not None:
-            self._watch.note_other()
-        if not isinstance(self.order, WrappedSampler):
-            return self.order.plan(plan.epoch + number * _PASS_OF_EPOCH, self.topology.num_replicas)
-        if not self._has_warned_of_passes:
-            self._has_warned_of_passes = True
-            warnings.warn(
-                f"The loader {self.path or 'trained on'} reads its data more than once in an epoch, and the order of "
-                f"{type(self.order.sampler).__qualname__} is that of the epoch: all its passes in an epoch are the "
-                "same, where torch would iterate the sampler again. Repeat within the sampler, or shuffle with "
-                "shuffle=True.",
-                StatefulWarning,
-                stacklevel=2,
-            )
-        return plan
 
     def _own_length(self, plan: EpochPlan) -> int:
         """Batches that the user's loader says it gives of a plan."""
@@ -425,6 +397,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             setattr(original, name, value)
         else:
             super().__setattr__(name, value)
+
+
+def _num_replicas(loader: StatefulLoader) -> int:
+    return loader.topology.num_replicas
 
 
 class _LoaderIterator:

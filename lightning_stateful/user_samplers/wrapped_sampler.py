@@ -428,6 +428,12 @@ class WrappedSampler:
         repeats = self.repeats_first_epoch or not shuffle
         return self.replaced(seed=loader_seed(self.seed, path), exact=self.exact or exact, repeats_first_epoch=repeats)
 
+    def singly(self) -> WrappedSampler:
+        """The same samples, one a step on each rank, for code that iterates the sampler by hand."""
+        made = self.replaced(batch_size=1, tail="pad")
+        vars(made).update({name: value for name, value in vars(self).items() if name in ("_met", "_dealing")})
+        return made
+
     def with_repeats(self) -> WrappedSampler:
         """The same, with samples served twice in place of the two at once that ``exact`` makes of single ones."""
         return self.replaced(exact=False, tail="pad")

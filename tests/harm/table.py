@@ -323,6 +323,16 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "own: state that is ignored": (of(own.IgnoresState), "equal", {}),
     "own: state one off": (of(own.StateOneOff), "equal", {}),
     "own: DataLoader that yields twice": (shuffled(own_iterations.TwiceAsLong), "multiset", {"elsewhere": "refused"}),
+    "own: DataLoader that reads its sampler by hand": (
+        shuffled(own_iterations.ByHand),
+        "multiset",
+        {"elsewhere": "refused"},
+    ),
+    "own: DataLoader that gives half of its len": (
+        lambda workers: loader(workers, kind=own_iterations.HalfOfLength),
+        "equal",
+        {"on_ranks": "counts"},
+    ),
     "own: thread before a DataLoader": (
         lambda workers: loaders.Prefetches(loader(workers, shuffle=True)),
         "multiset",

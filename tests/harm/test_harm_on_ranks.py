@@ -22,6 +22,7 @@ DIAGONAL = {
     "own: distributed, 40 a rank with replacement",
     "own: P x K, seven batches",
     "own: no len",
+    "own: DataLoader that reads its sampler by hand",
     "own: IterableDataset, divides itself",
 }
 # One of each kind of loader in two workers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -107,6 +108,142 @@ class PassesTwice(DataLoader[Any]):
             yield from super().__iter__()
 
 
+class PassesByLength(PassesTwice):
+    """Reads its data as often as its length says."""
+
+    def __iter__(self) -> Any:
+        given = 0
+        while given < len(self):
+            for batch in DataLoader.__iter__(self):
+                given += 1
+                yield batch
+
+
+class HalfOfLength(DataLoader[Any]):
+    """Gives the first half of its batches, as many as its length says."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), len(self))
+
+
+class ByShare(DataLoader[Any]):
+    """Changes each batch by the share of the epoch that is over."""
+
+    def __iter__(self) -> Any:
+        length = len(self)
+        for number, batch in enumerate(super().__iter__()):
+            yield {**batch, "x": batch["x"] * number / length}
+
+
+class CountsOff(DataLoader[Any]):
+    """Hands on as many batches as its length says."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        for _ in range(len(self)):
+            yield next(batches)
+
+
+class Echoes(DataLoader[Any]):
+    """Gives each batch once more, with noise."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield {**batch, "x": batch["x"] + torch.rand(1)}
+
+
+class ChangesInPlace(DataLoader[Any]):
+    """Changes a tensor of each batch by its number."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            batch["id"] += 100 * number
+            yield batch
+
+
+class PutsInto(DataLoader[Any]):
+    """Puts another tensor into each batch but the first."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number:
+                batch["id"] = batch["id"] + 100 * number
+            yield batch
+
+
+class ByHand(DataLoader[Any]):
+    """Reads what its sampler yields by hand."""
+
+    def __iter__(self) -> Any:
+        samples: list[Any] = []
+        for index in self.sampler:
+            samples.append(self.dataset[index])
+            if len(samples) == self.batch_size:
+                yield self.collate_fn(samples)
+                samples = []
+        if samples and not self.drop_last:
+            yield self.collate_fn(samples)
+
+
+class BatchesByHand(DataLoader[Any]):
+    """Reads what its batch sampler yields by hand."""
+
+    def __iter__(self) -> Any:
+        for indices in self.batch_sampler or ():
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+
+class ShufflesItself(DataLoader[Any]):
+    """Draws its order by itself."""
+
+    def __iter__(self) -> Any:
+        for indices in torch.randperm(len(self.dataset)).split(self.batch_size or 1):  # type: ignore[arg-type]
+            yield self.collate_fn([self.dataset[index] for index in indices.tolist()])
+
+
+class CountsByHand(ByHand):
+    """Counts its passes, and reads its sampler by hand."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        yield from super().__iter__()
+
+
+class CountsUnread(ShufflesItself):
+    """Counts its passes, and reads no sampler."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        yield from super().__iter__()
+
+
+class ChangesLate(DataLoader[Any]):
+    """Changes the fourth batch that it reads."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            yield {**batch, "id": batch["id"] + 100} if number == 3 else batch
+
+
+class AsksLate(DataLoader[Any]):
+    """Asks for its length at the fourth batch that it reads."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            yield batch if number < 3 or len(self) else None
+
+
 class Pairs(DataLoader[Any]):
     """Gives each batch together with one of a second pass, for a loss over pairs."""
 
@@ -187,6 +324,18 @@ class HandsOn(Prefetching):
 
     def __iter__(self) -> Any:
         yield from self.loader
+
+
+class HalfOfHeld(Prefetching):
+    """Holds a loader and gives the first half of its batches, each changed in place."""
+
+    def __len__(self) -> int:
+        return len(self.loader) // 2
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(islice(self.loader, len(self))):
+            batch["id"] += 100 * number
+            yield batch
 
 
 class Unsized:

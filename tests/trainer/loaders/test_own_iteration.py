@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import own_iterations as own
-from support.ddp_runs import Link, assert_chains, chain_of
+from support.ddp_runs import Link, assert_chains, chain_of, over_all
 from support.ledger import Numbers, trained
 from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
 from lightning_stateful.core.order import UNKNOWN
@@ -27,6 +29,10 @@ KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
     **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground, own.PassesTwice, own.Pairs)},
     **{kind.__name__: kind for kind in (own.ByNumber, own.KeepsBack)},
+    **{kind.__name__: kind for kind in (own.HalfOfLength, own.PassesByLength, own.ByShare, own.CountsOff)},
+    **{kind.__name__: kind for kind in (own.ChangesInPlace, own.PutsInto, own.Echoes)},
+    **{kind.__name__: kind for kind in (own.ByHand, own.BatchesByHand, own.ShufflesItself)},
+    "HalfOfHeld": lambda *args, **options: own.HalfOfHeld(DataLoader(*args, **options)),
     "Prefetching": lambda *args, **options: own.Prefetching(DataLoader(*args, **options)),
     "Unsized": lambda *args, **options: own.Unsized(DataLoader(*args, **options)),
     "HandsOn": lambda *args, **options: own.HandsOn(DataLoader(*args, **options)),
@@ -56,21 +62,28 @@ def ids(run: Any) -> list[Any]:
 
 
 # A loop without a Trainer resumes these, too, at every batch.
-SLOW = ("TwiceAsLong", "Twice", "Pairs", "ByNumber", "InBackground", "Unsized", "HandsOn")
+SLOW = (
+    *("TwiceAsLong", "Twice", "Pairs", "ByNumber", "InBackground", "Unsized", "HandsOn"),
+    *("PassesByLength", "ByShare", "CountsOff", "HalfOfLength", "ChangesInPlace", "PutsInto", "BatchesByHand"),
+    "ShufflesItself",
+)
 
 
 @pytest.mark.parametrize("name", thinned(KINDS, SLOW))
 def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_path: Path, name: str) -> None:
     in_order = partial(made, name, shuffle=False)
-    if name != "of a patched one":
+    if name not in ("of a patched one", "ShufflesItself"):
         assert ids(train_alone(in_order, max_epochs=2)) == ids(train(in_order, max_epochs=2))
-    assert_goes_on_from_every_moment(tmp_path, partial(made, name), MOMENTS, train_alone, max_epochs=3)
+    # Some have three batches an epoch.
+    moments = [("on_train_batch_end", 0, 2), *MOMENTS[2:]] if name.startswith("Half") else MOMENTS
+    assert_goes_on_from_every_moment(tmp_path, partial(made, name), moments, train_alone, max_epochs=3)
 
 
 @pytest.mark.parametrize(
     ("name", "num_workers"),
     [
         *((name, 0) for name in KINDS if isinstance(KINDS[name], type) and name != "LeavesOut"),
+        ("HalfOfHeld", 0),
         ("MultiEpochs", 1),
         pytest.param("ReadsAhead", 1, marks=pytest.mark.slow),
     ],
@@ -78,7 +91,7 @@ def test_a_run_trains_as_without_this_package_and_goes_on_from_every_moment(tmp_
 def test_a_loop_resumes_at_every_batch(name: str, num_workers: int) -> None:
     def patched(num_replicas: int, rank: int) -> Any:
         loader = made(name, num_workers=num_workers)
-        return patch_dataloader(loader, seed=3, num_replicas=num_replicas, rank=rank)
+        return build_patched(loader, seed=3, num_replicas=num_replicas, rank=rank)
 
     # Its epochs are longer than it says, which is known only at their end.
     stops: Any = [stop for stop in range(24) if stop % 12] if name == "Twice" else "spread"
@@ -98,17 +111,92 @@ def test_each_pass_in_an_epoch_is_shuffled_by_itself(num_workers: int) -> None:
     assert first != second
 
 
-def test_passes_of_a_users_sampler_in_one_epoch_are_the_same_with_a_warning() -> None:
-    class Alike(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(12))
+class Turns(Sampler[int]):
+    """Begins one index later in each pass."""
 
-        def __len__(self) -> int:
-            return 12
+    begun = 0
 
-    loader = patch_dataloader(own.PassesTwice(Numbers(12), batch_size=2, sampler=Alike()))
-    with pytest.warns(StatefulWarning, match="reads its data more than once in an epoch, and the order of .*Alike is"):
-        assert len(list(loader)) == 12
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        return iter([(index + self.begun) % 13 for index in range(13)])
+
+    def __len__(self) -> int:
+        return 13
+
+
+@pytest.mark.parametrize("kind", [own.PassesTwice, own.ByHand, own.BatchesByHand])
+def test_a_users_sampler_is_iterated_in_each_pass_as_by_torch(kind: Any) -> None:
+    make = partial(kind, Numbers(13), batch_size=2, drop_last=True)
+    plain, patched = make(sampler=Turns()), patch_dataloader(make(sampler=Turns()))
+    for _ in range(3):
+        assert [batch["id"].tolist() for batch in patched] == [batch["id"].tolist() for batch in plain]
+    result = check_resume(
+        lambda num_replicas, rank: build_patched(make(sampler=Turns()), num_replicas=num_replicas, rank=rank), key=str
+    )
+    assert result, result
+
+
+def test_a_sampler_that_is_read_by_hand_is_dealt_out_as_by_torch() -> None:
+    for shuffle in (False, True):
+        served = []
+        for rank in range(2):
+            loader = own.ByHand(Numbers(13), batch_size=2, shuffle=shuffle)
+            batches = list(build_patched(loader, seed=1, num_replicas=2, rank=rank))
+            assert [len(batch["id"]) for batch in batches] == [2, 2, 2, 1]
+            served.append([index for batch in batches for index in batch["id"].tolist()])
+            if not shuffle:
+                # Of 13 samples one is served twice: another one than torch's.
+                assert served[rank][:6] == list(DistributedSampler(Numbers(13), 2, rank, shuffle=False))[:6]
+        assert sorted({*served[0], *served[1]}) == list(range(13))
+
+
+def test_one_that_is_read_can_be_pickled() -> None:
+    for name in ("ByHand", "ByNumber"):
+        loader = patch_dataloader(made(name))
+        next(iter(loader))
+        unpickled = pickle.loads(pickle.dumps(loader))
+        assert [batch["id"].tolist() for batch in unpickled] == [batch["id"].tolist() for batch in loader]
+
+
+def test_an_iteration_by_hand_finds_the_samplers_of_torch() -> None:
+    class Looks(own.BatchesByHand):
+        def __iter__(self) -> Any:
+            batches: Any = self.batch_sampler
+            assert isinstance(self.sampler, RandomSampler)
+            assert isinstance(batches, BatchSampler)
+            assert (batches.batch_size, len(batches), len(self.sampler), len(batches.sampler)) == (2, 7, 13, 13)
+            return super().__iter__()
+
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": True}
+    assert len(list(patch_dataloader(Looks(Numbers(13), **options)))) == 7
+    in_evaluation = list(build_patched(Looks(Numbers(13), **options), exact=True, shuffle=False))
+    assert [index for batch in in_evaluation for index in batch["id"].tolist()] == list(range(13))
+
+
+@pytest.mark.parametrize(("kind", "said"), [(own.ChangesLate, "gives other batches"), (own.AsksLate, "asks for len")])
+def test_one_that_no_longer_hands_on_what_it_reads_behind_a_resume_is_warned_of(kind: Any, said: str) -> None:
+    make = partial(kind, Numbers(16), batch_size=2)
+    resumed = build_patched(make())
+    resumed.load_state_dict(states_of(build_patched(make()), 1)[0, 3])
+    with pytest.warns(StatefulWarning, match=rf"{kind.__name__}.__iter__ had handed on .*{said}.* may not be those of"):
+        assert len(list(resumed)) == 5
+    assert len(list(resumed)) == 8
+
+
+def test_generators_that_a_dataset_holds_are_seeded_where_it_is_read_by_hand() -> None:
+    class Draws(Numbers):
+        def __init__(self) -> None:
+            super().__init__(12)
+            self.generator = np.random.default_rng(0)
+
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "y": self.generator.random()}
+
+    def patched(num_replicas: int, rank: int) -> Any:
+        return build_patched(own.ByHand(Draws(), batch_size=2), num_replicas=num_replicas, rank=rank)
+
+    result = check_resume(patched, key=str)
+    assert result, result
 
 
 def test_an_epoch_with_fewer_batches_ends_there(tmp_path: Path) -> None:
@@ -198,6 +286,8 @@ def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_
     [
         (own.CountsInModule, "support.own_iterations.PASSES"),
         (own.CountsInClass, "CountsInClass.begun"),
+        (own.CountsByHand, "num_passes"),
+        (own.CountsUnread, "num_passes"),
         (own.counts_around(), "counts_around.<locals>.CountsAround.__iter__.begun"),
     ],
 )
@@ -241,5 +331,7 @@ def chain(folder: Path, name: str) -> list[Link]:
 
 def test_ranks_resume_what_each_gives_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks = Ranks(2, tmp_path_factory.mktemp("own"))
-    for name in ("MultiEpochs", "TwiceAsLong", "Prefetching"):
-        assert_chains(ranks.of(chain, name))
+    for name in ("MultiEpochs", "TwiceAsLong", "Prefetching", "ByHand"):
+        runs = assert_chains(ranks.of(chain, name))
+    # Of the last one, which reads its sampler by hand.
+    assert over_all(runs, 0) == over_all(runs, 1) == list(range(12))

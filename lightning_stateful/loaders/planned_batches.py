@@ -1,0 +1,247 @@
+"""Batches of a plan in place of a DataLoader's samplers: seeded ones for torch, plain indices for a user's code."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.samples import SampleBatchOrder
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.own_iteration import OwnPlan, Watch
+from lightning_stateful.user_samplers.sampler_memory import ASIDE
+from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+# A second pass within an epoch has the order of an epoch that no run gets to.
+_PASS_OF_EPOCH = 2**32
+
+
+class SeededIndex(NamedTuple):
+    """A single index (``batch_size=None``) with the seed to read it under; its type tells it from a user's tuples."""
+
+    seed: int
+    index: Any
+
+
+def known_steps(plan: EpochPlan | None) -> int:
+    """The number of steps of a plan; None for one of a sampler that does not say it.
+
+    Raises:
+        TypeError: Its end is not known yet.
+    """
+    if plan is None or plan.num_steps >= UNKNOWN:
+        raise TypeError("The sampler has no len(), so its loader has none.")
+    return plan.num_steps
+
+
+class OwnPasses:
+    """Plans the passes that a user's ``__iter__`` begins within an epoch: over batches, or over a sampler by hand.
+
+    Args:
+        order: The loader's order.
+        num_replicas: Tells the number of ranks.
+        watch: Is told that the loader does not hand on one pass of DataLoader's; None in evaluation.
+    """
+
+    def __init__(self, order: BatchOrder, num_replicas: Callable[[], int], watch: Watch | None) -> None:
+        self._order, self._num_replicas, self._watch = order, num_replicas, watch
+        self._singly = _singly(order)
+        self._has_warned = False
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether batches are cut from the samples of the loader's sampler."""
+        return self._singly is not None
+
+    def again(self, plan: EpochPlan, number: int) -> EpochPlan:
+        """Plan a further pass in an epoch: as torch's, in an order of its own; a sampler of the user's goes on.
+
+        Args:
+            plan: The plan of the epoch.
+            number: Passes that were begun in the epoch before.
+        """
+        if self._watch is not None:
+            self._watch.note_other()
+        return self._plan(self._order, plan, number)
+
+    def singly(self, plan: EpochPlan, number: int) -> EpochPlan:
+        """Plan a pass over single samples: every rank has as many, as of torch's DistributedSampler."""
+        return self._plan(self._order if self._singly is None else self._singly, plan, number)
+
+    def _plan(self, order: BatchOrder, plan: EpochPlan, number: int) -> EpochPlan:
+        begun = (plan.plan if isinstance(plan, OwnPlan) else plan).progress_after(0)
+        if not isinstance(order, WrappedSampler):
+            start = None if number else Progress(epoch=plan.epoch, cycle=begun.cycle)
+            return order.plan(plan.epoch + number * _PASS_OF_EPOCH, self._num_replicas(), start)
+        if begun.cycle + number >= ASIDE:
+            self._warn_of_many()
+        cycle = min(begun.cycle + number, ASIDE - 1)
+        details = {name: value for name, value in begun.details.items() if name == "passes" and not number}
+        return order.plan(plan.epoch, self._num_replicas(), Progress(epoch=plan.epoch, cycle=cycle, details=details))
+
+    def _warn_of_many(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The loader's own __iter__ reads its data more than {ASIDE} times in an epoch. Later passes draw the "
+                "same random numbers, and a resume in this epoch or a later one may not be exact. End the epoch "
+                "earlier.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+
+
+def _singly(order: BatchOrder) -> BatchOrder | None:
+    """The order with one sample a step on each rank; None for whole batches."""
+    if isinstance(order, SampleBatchOrder):
+        return replace(order, batch_size=None, drop_last=False, exact=False)
+    return order.singly() if isinstance(order, WrappedSampler) and not order.whole_batches else None
+
+
+class PlannedBatches:
+    """A batch sampler, or a sampler of single indices, that yields the batches of a plan for one rank.
+
+    Args:
+        seed: Chooses the seed of each batch, from (seed, epoch, number of the batch), which is yielded with the
+            indices for :class:`SeededDataset`. None for bare indices.
+        is_batched: Whether the loader collates batches.
+        passes: Plans further passes within an epoch, which an ``__iter__`` of the user's may begin.
+        watch: Is told what that reads.
+    """
+
+    def __init__(
+        self, seed: int | None, *, is_batched: bool, passes: OwnPasses | None = None, watch: Watch | None = None
+    ) -> None:
+        self.seed, self.is_batched, self._passes, self._watch = seed, is_batched, passes, watch
+        # What the plan raised, as opposed to the dataset.
+        self.error: Exception | None = None
+        # Indices of batches of the pass that were asked for and not given yet; None to keep none.
+        self.asked: deque[Any] | None = None
+        self.plan: EpochPlan
+        self.rank = self.first_step = self._num_passes = 0
+
+    def begin(self, plan: EpochPlan, rank: int, first_step: int = 0) -> None:
+        """Serve the batches of a rank, from a step of a plan on."""
+        self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
+        if self.asked is not None:
+            self.asked = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.error = None
+        plan, first_step = self.plan, self.first_step
+        # At its first batch: with workers, torch calls this twice for a pass.
+        if self._num_passes and self._passes is not None:
+            plan, first_step = self._passes.again(plan, self._num_passes), 0
+        self._num_passes += 1
+        try:
+            yield from self._indices(plan, first_step)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _indices(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
+        batches = plan.batches(self.rank, first_step)
+        if self.asked is not None:
+            batches = self._kept(batches, self.asked)
+        if self.seed is None:
+            return (batch for _, batch in batches)
+        seed = derive_seed("batch", self.seed, plan.epoch)
+        if self.is_batched:
+            # Plain tuples are sent to workers faster.
+            return ((mixed_seed(seed, number), batch) for number, batch in batches)
+        return (SeededIndex(mixed_seed(seed, number), index) for number, index in batches)
+
+    def _kept(self, batches: Iterator[tuple[int, Any]], asked: deque[Any]) -> Iterator[tuple[int, Any]]:
+        for number, batch in batches:
+            asked.append(batch)
+            yield number, batch
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch, also where the rest of it is read: code that asks expects what torch says."""
+        self._note_length()
+        return known_steps(self._whole())
+
+    def indices(self) -> Iterator[Any]:
+        """The plain indices of each batch of the epoch, for code that iterates the batch sampler by itself."""
+        plan, number = self._begin_by_hand()
+        plan = plan if self._passes is None or not number else self._passes.again(plan, number)
+        yield from (batch for _, batch in plan.batches(self.rank))
+
+    def samples(self) -> Iterator[Any]:
+        """The indices of the epoch's samples one by one, for code that iterates the sampler by itself."""
+        plan, number = self._begin_by_hand()
+        singly = plan if self._passes is None else self._passes.singly(plan, number)
+        found = (index for _, index in singly.batches(self.rank))
+        # What is not collated is an item as it is; of a sampler of the user's a step has a list of samples.
+        is_list = self.is_batched and isinstance(singly, SamplerEpochPlan)
+        yield from chain.from_iterable(found) if is_list else found
+
+    def num_samples(self) -> int:
+        """Samples that :meth:`samples` yields."""
+        self._note_length()
+        return known_steps(self._whole() if self._passes is None else self._passes.singly(self._whole(), 0))
+
+    def _begin_by_hand(self) -> tuple[EpochPlan, int]:
+        """The plan of the whole epoch, and the passes that were begun in it before."""
+        if self._watch is not None:
+            self._watch.note_by_hand()
+        self._num_passes += 1
+        return self._whole(), self._num_passes - 1
+
+    def _note_length(self) -> None:
+        # Between passes, the plan is that of DataLoader's batches.
+        if isinstance(self.plan, OwnPlan) and self._watch is not None:
+            self._watch.note_length()
+
+    def _whole(self) -> EpochPlan:
+        return self.plan.whole() if isinstance(self.plan, OwnPlan) else self.plan
+
+
+class ShownSampler:
+    """Stands for a loader's sampler where the user's ``__iter__`` looks at it, and yields the indices of this epoch.
+
+    Everything else is the user's own sampler's.
+
+    Args:
+        sampler: The user's sampler or batch sampler.
+        read: Begins a pass.
+        length: Counts what a pass yields.
+        parts: Attributes that are shown in place of the sampler's.
+    """
+
+    def __init__(
+        self, sampler: Any, read: Callable[[], Iterator[Any]], length: Callable[[], int], /, **parts: Any
+    ) -> None:
+        vars(self).update(_stands_for=sampler, _read=read, _length=length, **parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        read: Callable[[], Iterator[Any]] = vars(self)["_read"]
+        return read()
+
+    def __len__(self) -> int:
+        return int(vars(self)["_length"]())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_stands_for"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_stands_for"], name, value)
+
+    @property  # type: ignore[misc]  # for isinstance()
+    def __class__(self) -> Any:
+        return type(vars(self)["_stands_for"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Elsewhere there is no epoch: a copy is the user's sampler itself.
+        return users_sampler, (vars(self)["_stands_for"],)
+
+
+def users_sampler(sampler: Any) -> Any:
+    """The user's sampler behind one that is shown in its place."""
+    return vars(sampler)["_stands_for"] if type(sampler) is ShownSampler else sampler
