@@ -6,16 +6,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.sampler_check import yields_otherwise
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
+from lightning_stateful.user_samplers.sampler_copy import (
+    Path,
+    SamplerCopy,
+    SamplerParts,
+    digest_of_contents,
+    surroundings_of,
+)
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 # The cycle of passes that something else than training begins within an epoch.
@@ -59,8 +67,12 @@ class SamplerMemory:
         self._began_with = self._ended_with = ""
         # What it held in a pass that was broken off, before it was told another epoch.
         self._left_with = ""
-        # What decides what it yields, as of the beginning of an epoch.
-        self._contents = ""
+        # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
+        self._contents = ("", "")
+        # A copy from before training, and the passes that it has gone through: all but the latest.
+        self._in_step: tuple[IteratedSampler, list[list[int]]] | None = None
+        # What was found to follow from the passes, each time with their number.
+        self._following: set[tuple[int, object]] = set()
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
@@ -84,19 +96,26 @@ class SamplerMemory:
             self.begin_again(order, begun.label[0], earlier)
         elif self._lacks_passes(order, begun):
             self._warn(
-                f"{order.name} yields something else in each of its passes, and begins with epoch {begun.label[0]} "
-                "here, without those of the epochs before, so its batches are not those of an uninterrupted run. "
+                f"{order.name} changes itself in each of its passes, and begins with epoch {begun.label[0]} here, "
+                "without those of the epochs before, so its batches may not be those of an uninterrupted run. "
                 "Resume from a checkpoint that StatefulDataCallback has written, or shuffle by set_epoch(epoch)."
             )
         if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and a hook has iterated its loader within epoch "
                 f"{begun.label[0]}, which counts as a pass of it, as in torch. A resume does not repeat such a pass, "
-                "so it is not exact from here on. Look at batches of a loader of its own.",
+                "so it may not be exact from here on. Look at batches of a loader of its own.",
                 once="aside",
             )
+        if order.facts.unseen and order.is_trained_on:
+            self._warn(
+                f"{order.name} yields a {', a '.join(order.facts.unseen[:4])}, of which nothing but the type can be "
+                "compared: whether a resume goes on with the same items, and whether all ranks have the same, is not "
+                "proven. Yield numbers, strings, tuples or dataclasses.",
+                once="unseen",
+            )
         self.compare_epochs(order, begun.label[0])
-        self._contents = self._contents or self._contents_of(order, begun.label[0])
+        self._contents = self._contents if any(self._contents) else self._contents_of(order, begun.label[0])
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
             self._is_as_tried = now == order.facts.contents
@@ -129,7 +148,7 @@ class SamplerMemory:
                 )
                 return
         held, self._contents = self._contents, self._contents_of(order, epoch)
-        if held != self._contents and (order.is_known or yields_otherwise(order)):
+        if held != self._contents and self._is_changed_by_others(order, held):
             self._warn(
                 f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
                 "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "
@@ -137,12 +156,59 @@ class SamplerMemory:
                 once="changed",
             )
 
-    def _contents_of(self, order: UserSampler, epoch: int) -> str:
-        """Digest of what may decide what it yields beside its earlier passes."""
+    def _contents_of(self, order: UserSampler, epoch: int) -> tuple[str, str]:
+        """Digests of what it holds, and of what else may decide what it yields beside its earlier passes."""
         if order.is_known:
-            return repr(order.parameters())
-        own = "" if order.facts.remembers else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
-        return own + repr(surroundings_of(order.sampler, order.dataset))
+            return "", repr(order.parameters())
+        depends = order.facts.remembers and not order.facts.is_harmless
+        own = "" if depends else digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        return own, repr(surroundings_of(order.sampler, order.dataset))
+
+    def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
+        """Whether it yields something else than when it was tried, for another reason than its passes."""
+        if order.is_known or not order.facts.remembers:
+            return order.is_known or yields_otherwise(order)
+        if held[1] != self._contents[1] and yields_otherwise(order):
+            return True
+        if held[0] == self._contents[0] or order.facts.error:
+            return False
+        with suppress(Exception):
+            now = first_sequence(order, order.sampler)
+            return now != order.facts.sequence and not self.follows(order, now, partial(first_sequence, order))
+        return False
+
+    def follows(self, order: UserSampler, value: object, of: Callable[[Any], object]) -> bool:
+        """Whether a value of the sampler follows from its passes alone.
+
+        It does if it is the value of a copy from before training on which the same passes were begun.
+
+        Args:
+            order: The sampler.
+            value: What ``of`` gives of the sampler as it is now.
+            of: Gives the value of a sampler.
+        """
+        facts, passes = order.facts, [*self.passes[:-1], self._closed()] if self.passes else []
+        if (len(passes), value) in self._following:
+            return True
+        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
+            return False
+        asked = AskedRanks(1) if order.dealing.answers else None
+        with suppress(Exception):
+            if self._in_step is None or self._in_step[1] != passes[: len(self._in_step[1])]:
+                self._in_step = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
+            copied, gone = self._in_step
+            while len(gone) < len(passes) - 1:
+                begin_pass(copied, passes[len(gone)])
+                gone.append(passes[len(gone)])
+            latest = order.iterating(SamplerCopy(copied.sampler, order.dataset).sampler, asked=asked)
+            if passes:
+                begin_pass(latest, passes[-1])
+            with latest.entered():
+                found = of(latest.sampler)
+            if found == value:
+                self._following.add((len(passes), value))
+            return found == value
+        return False
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
@@ -218,18 +284,24 @@ class SamplerMemory:
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.
             return
+        if self.passes != earlier[:known] and order.facts.is_harmless:
+            self._begun_again = told_of
+            self._warn(
+                f"{order.name} changes itself while it is iterated. It has been iterated {known} times in this "
+                f"process, and {len(earlier)} times before epoch {epoch} in the run that wrote the checkpoint. Its "
+                "second epoch does not depend on that, but later ones may, so the resume may not be exact. Make a new "
+                f"{order.name} for the resumed run, and do not iterate it before."
+            )
+            return
         if self.passes != earlier[:known]:
             raise PositionError(
                 f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
                 f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
                 f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
-        for epoch, cycle, items in earlier[known:]:
-            iterated = order.iterated()
-            drawn = iterated.begin(epoch, cycle)
-            with iterated.entered():
-                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
-            self.passes.append([epoch, cycle, items])
+        for passed in earlier[known:]:
+            begin_pass(order.iterated(), passed)
+            self.passes.append(passed)
         self._begun_again = told_of
         seconds = time.perf_counter() - started
         if seconds > LONG_FAST_FORWARD:
@@ -252,6 +324,14 @@ class SamplerMemory:
         if (once or message) not in self._warned:
             self._warned.add(once or message)
             warn(message)
+
+
+def begin_pass(iterated: IteratedSampler, passed: Sequence[int]) -> None:
+    """Iterate a pass: its epoch, its cycle, and its items, or -1 for one to the end."""
+    epoch, cycle, items = passed
+    drawn = iterated.begin(epoch, cycle)
+    with iterated.entered():
+        deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
 
 
 def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:

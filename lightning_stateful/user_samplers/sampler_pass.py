@@ -25,6 +25,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -343,7 +344,8 @@ def _snapshot(items: list[Any]) -> list[Any]:
     last = items[-1]
     if isinstance(last, _INTEGERS):
         return items
-    return [tuple(last) if type(last) is list else last if type(last) in (str, tuple) else digest(last)]
+    is_plain = type(last) is str or (type(last) in (tuple, list) and PLAIN.issuperset(map(type, last)))
+    return [digest(last) if not is_plain else tuple(last) if type(last) is list else last]
 
 
 _INTEGERS = (int, np.integer)

@@ -296,7 +296,7 @@ class WrappedSampler:
         """The sampler itself, to be iterated."""
         asked = AskedRanks(1, 0) if self.dealing.answers else None
         # To overfit on its first epoch, one that changes itself begins as often with a copy.
-        repeats = self.repeats_first_epoch and self.facts.remembers
+        repeats = self.repeats_first_epoch and self.facts.remembers and not self.facts.is_harmless
         sampler, settings = self.copied().sampler if repeats else self.sampler, self.dealing.settings
         return self.iterating(sampler, settings, asked)
 
@@ -335,7 +335,11 @@ class WrappedSampler:
             return {}
         sequence = config["sequence"] if self.is_known else sequence_now(self, config["sequence"])
         held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
-        return {name: value for name, value in held.items() if value_at(config, name) != value}
+        changed = {name: value for name, value in held.items() if value_at(config, name) != value}
+        length = changed.get("sampler.length")
+        if type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of):
+            del changed["sampler.length"]
+        return changed
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""

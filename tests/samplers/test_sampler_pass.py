@@ -176,7 +176,7 @@ class TestSamplersThatChangeThemselves:
 
     def test_one_that_begins_later_than_with_epoch_0_is_warned_of(self) -> None:
         with pytest.warns(
-            StatefulWarning, match="CountsEpochs yields something else in each of its passes, and begins"
+            StatefulWarning, match="CountsEpochs changes itself in each of its passes, and begins"
         ):
             items_of(order_of(theirs.CountsEpochs()), 2)
 
