@@ -56,6 +56,12 @@ class SamplerMemory:
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
+        # Of each of them, whether a loader that is trained on has begun it in this process.
+        self._of_training: list[bool] = []
+        # Whether loaders that are trained on use it, and whether others do.
+        self._uses: set[bool] = set()
+        # The epoch within which training is to go on, until it has begun here.
+        self._awaited: int | None = None
         self.has_changed = False
         self.first_epoch = 0
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
@@ -79,12 +85,45 @@ class SamplerMemory:
         # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
         self._looks_next = self._is_look = False
 
+    def note_use(self, order: UserSampler) -> None:
+        """Warn where loaders of training and of validation share a sampler that changes while it is iterated."""
+        self._uses.add(order.is_trained_on)
+        if len(self._uses) == 2 and order.remembers:
+            self._warn(
+                f"The loaders of training and of validation share one {order.name} object, which changes while it is "
+                "iterated, so what the one gets depends on the passes of the other. A checkpoint that is written "
+                "within an epoch just before a validation cannot be resumed from, and after a resume validation gets "
+                f"other samples. Give each a {order.name} of its own.",
+                once="shared",
+            )
+
+    def await_training(self, epoch: int) -> None:
+        """Training is to go on within an epoch; the passes before it have been begun."""
+        self._awaited = None if any(self._of_training) else epoch
+
+    def _refuse_to_come_first(self, order: UserSampler) -> None:
+        if order.is_trained_on:
+            self._awaited = None
+        elif self._awaited is not None:
+            raise PositionError(
+                f"The loaders of training and of validation share one {order.name} object, which changes while it is "
+                f"iterated. The checkpoint was written within epoch {self._awaited}, just before a validation: that "
+                f"would iterate the {order.name} before training goes on with it, and training would get other samples "
+                f"than without the stop. Resume from a checkpoint that was written at another batch, or give "
+                f"validation a {order.name} of its own."
+            )
+
     def note_look(self) -> None:
         """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
         self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it that a state tells of and this process has not."""
+        """A pass begins: begin those before it that a state tells of and this process has not.
+
+        Raises:
+            PositionError: It is of an evaluation loader, and comes before the pass of training that is resumed.
+        """
+        self._refuse_to_come_first(order)
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
             left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
@@ -110,8 +149,8 @@ class SamplerMemory:
         if order.facts.unseen and order.is_trained_on:
             self._warn(
                 f"{order.name} yields a {', a '.join(order.facts.unseen[:4])}, of which nothing but the type can be "
-                "compared: whether a resume goes on with the same items, and whether all ranks have the same, is not "
-                "proven. Yield numbers, strings, tuples or dataclasses.",
+                "compared: whether a resume is exact, and whether all ranks have the same items, is not proven. Yield "
+                "numbers, strings, tuples or dataclasses.",
                 once="unseen",
             )
         self.compare_epochs(order, begun.label[0])
@@ -119,7 +158,8 @@ class SamplerMemory:
         if not self.passes and not order.is_known:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
             self._is_as_tried = now == order.facts.contents
-        self.passes.append([*begun.label, 0])
+        begun.entry = [*begun.label, 0]
+        self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with = begun, ""
 
     def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
@@ -187,7 +227,8 @@ class SamplerMemory:
             value: What ``of`` gives of the sampler as it is now.
             of: Gives the value of a sampler.
         """
-        facts, passes = order.facts, [*self.passes[:-1], self._closed()] if self.passes else []
+        self._close()
+        facts, passes = order.facts, [list(passed) for passed in self.passes]
         if (len(passes), value) in self._following:
             return True
         if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
@@ -218,11 +259,13 @@ class SamplerMemory:
 
     def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
+        latest.entry[2] = latest.drawn
         if self._latest is latest:
             self._note_ending(order, latest)
 
     def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
+        ended.entry[2] = -1
         if self._latest is ended:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
@@ -256,17 +299,26 @@ class SamplerMemory:
 
     def passes_before(self, epoch: int, cycle: int) -> PassesHere:
         """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
-        known = [*self.passes[:-1], self._closed()] if self.passes else []
-        labels = [of[:2] for of in known]
-        if [epoch, cycle] in labels and not (self._is_look and labels[-1] == [epoch, cycle]):
-            known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
-        told = PassesHere()
-        for first, passed in enumerate(known):
-            if told and passed == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
-                told[-1][3] += 1
-            else:
-                told.append([*known[first], 1])
-        return told
+        self._close()
+        return _put_together(self.passes[: self._place_of(epoch, cycle)])
+
+    def passes_since(self, epoch: int, cycle: int) -> PassesHere:
+        """The passes of evaluation loaders that share the sampler, begun since one of training was, likewise."""
+        self._close()
+        behind = self._place_of(epoch, cycle) + 1
+        of_training = zip(self.passes[behind:], self._of_training[behind:], strict=True)
+        return _put_together([passed for passed, is_own in of_training if not is_own])
+
+    def _place_of(self, epoch: int, cycle: int) -> int:
+        """The place of the latest pass of training with these labels, or behind all passes where there is none."""
+        of_training = enumerate(zip(self.passes, self._of_training, strict=True))
+        places = [place for place, (passed, is_own) in of_training if is_own and passed[:2] == [epoch, cycle]]
+        is_look = self._is_look and places[-1:] == [len(self.passes) - 1]
+        return places[-1] if places and not is_look else len(self.passes)
+
+    def _append(self, passed: list[int], is_of_training: bool) -> None:
+        self.passes.append(passed)
+        self._of_training.append(is_of_training)
 
     def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
         """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
@@ -299,9 +351,7 @@ class SamplerMemory:
                 f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
                 f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
-        for passed in earlier[known:]:
-            begin_pass(order.iterated(), passed)
-            self.passes.append(passed)
+        self._begin(order, earlier[known:])
         self._begun_again = told_of
         seconds = time.perf_counter() - started
         if seconds > LONG_FAST_FORWARD:
@@ -310,15 +360,18 @@ class SamplerMemory:
                 f"again, by indices alone, which took {seconds:.1f} s."
             )
 
+    def begin_since(self, order: UserSampler, told_of: list[list[int]]) -> None:
+        """Begin the passes of evaluation loaders again that a state tells of since its pass of training was begun."""
+        self._begin(order, _spelled_out(told_of))
+
+    def _begin(self, order: UserSampler, passes: list[list[int]]) -> None:
+        for passed in passes:
+            begin_pass(order.iterated(), passed)
+            self._append(passed, False)
+
     def _close(self) -> None:
         if self._latest is not None:
-            self.passes[-1] = self._closed()
-
-    def _closed(self) -> list[int]:
-        latest = self._latest
-        if latest is None:
-            return self.passes[-1]
-        return [*self.passes[-1][:2], latest.drawn if latest.end is None else -1]
+            self._latest.entry[2] = self._latest.drawn if self._latest.end is None else -1
 
     def _warn(self, message: str, once: str = "") -> None:
         if (once or message) not in self._warned:
@@ -357,6 +410,16 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
 
 def _forget(memories: dict[int, Any], key: int, _: object) -> None:
     memories.pop(key, None)
+
+
+def _put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
+    told = PassesHere()
+    for passed in passes:
+        if told and list(passed) == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
+            told[-1][3] += 1
+        else:
+            told.append([*passed, 1])
+    return told
 
 
 def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -140,7 +140,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES}
+        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES}
 
     @property
     def whole_batches(self) -> bool:
@@ -388,7 +388,10 @@ class WrappedSampler:
                 f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
                 f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
-        return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+        made = SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+        if here.consumed and self.is_trained_on and self.remembers and made.remaining and made.num_steps:
+            self.memory.await_training(epoch)
+        return made
 
     def _check_details(self, here: Progress) -> None:
         """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs."""

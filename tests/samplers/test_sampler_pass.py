@@ -175,9 +175,7 @@ class TestSamplersThatChangeThemselves:
             items_of(order, 1, stopped(CountsAtTheEnd(), 3, epoch=1))
 
     def test_one_that_begins_later_than_with_epoch_0_is_warned_of(self) -> None:
-        with pytest.warns(
-            StatefulWarning, match="CountsEpochs changes itself in each of its passes, and begins"
-        ):
+        with pytest.warns(StatefulWarning, match="CountsEpochs changes itself in each of its passes, and begins"):
             items_of(order_of(theirs.CountsEpochs()), 2)
 
     def test_one_that_somebody_else_changes_between_epochs_is_warned_of(self) -> None:
