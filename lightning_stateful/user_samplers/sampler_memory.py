@@ -190,9 +190,9 @@ class SamplerMemory:
         held, self._contents = self._contents, self._contents_of(order, epoch)
         if held != self._contents and self._is_changed_by_others(order, held):
             self._warn(
-                f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
-                "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "
-                "again before the first batch, in on_train_start.",
+                f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
+                "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "
+                "is exact only if it is set again before the first batch, in on_train_start.",
                 once="changed",
             )
 

@@ -121,6 +121,17 @@ class WeighsAndCounts(ByWeights):
         return super().__iter__()
 
 
+class KeepsLate(Shuffled):
+    """Sets its permutation anew in each pass, and from its second epoch on keeps another one."""
+
+    kept: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.latest = torch.randperm(LENGTH).tolist()
+        self.kept = self.latest.copy() if self.epoch and self.kept is None else self.kept
+        return iter(self.kept or self.latest)
+
+
 class Sets(pl.Callback):
     """Does something to an object in one of its hooks."""
 
@@ -241,6 +252,7 @@ def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Pa
             {3: "warned", 8: "refused"},
             id="a shared set",
         ),
+        pytest.param(of(KeepsLate), "runs", {9: "exact", 12: "warned", 14: "refused"}, id="a later pass"),
         *(
             pytest.param(
                 Changed(kind, partial(Sets, "on_train_batch_end", set_weights)),
