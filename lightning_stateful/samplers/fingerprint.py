@@ -260,7 +260,7 @@ def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Re
         hashed.update(f".{name}=".encode())
         _feed(hashed, value, depth + 1, reading)
     reading.around.pop()
-    if not is_seen or getattr(item, "__closure__", None):
+    if not is_seen or (isinstance(item, FunctionType) and item.__closure__):
         reading.unseen.append(type(item).__qualname__)
 
 
@@ -283,9 +283,5 @@ def _fields_of(item: object) -> Mapping[str, Any]:
     held = attributes_of(item)
     if is_dataclass(item):
         return {one.name: held[one.name] for one in fields(item) if one.compare and one.name in held}
-    kind = type(item)
-    return {
-        name: value
-        for name, value in held.items()
-        if not (name.startswith("__") or isinstance(getattr(kind, name, None), cached_property))
-    }
+    kept = {name for kind in type(item).__mro__ for name, of in vars(kind).items() if isinstance(of, cached_property)}
+    return {name: value for name, value in held.items() if not (name.startswith("__") or name in kept)}

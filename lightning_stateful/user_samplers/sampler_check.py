@@ -317,7 +317,7 @@ def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampl
         for tried in (ended, fresh):
             items = tried.begin(1, 0)
             with tried.entered():
-                deque(islice(items, _MOST_ENDLESS if facts.says is None else facts.says + 1), maxlen=0)
+                deque(islice(items, _MOST_ENDLESS if facts.says is None else min(facts.says + 1, _MOST)), maxlen=0)
             held.append(digest_of_contents(tried.sampler, order.dataset, of_copy=True))
         return held[0] == held[1]
     return False
