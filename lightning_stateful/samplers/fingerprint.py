@@ -8,17 +8,25 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from datetime import date, time
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, datetime, time, timedelta, tzinfo
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
+from functools import cached_property, partial
 from os import PathLike, fspath
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.samplers.rng import GENERATORS
 
 _DIGESTED_INDICES = 2**16
 _READ_FILES = 64
@@ -26,6 +34,14 @@ _READ_ROWS = 16
 # Columns of larger rows are told by their name and type alone.
 _READ_BYTES = 2**20
 _LISTED_ITEMS = 64
+# Containers and objects within each other of which the values count, and objects that one leads to.
+_DEPTH, _MOST_OBJECTS = 8, 1024
+# Types whose text is their whole value; a datetime is a date too.
+_SHOWN_WHOLE: tuple[Any, ...] = (
+    *(datetime, date, time, timedelta, tzinfo, Decimal, Fraction, complex, UUID, PurePath),
+    *(torch.dtype, torch.device),
+)
+_NOT_ITEMS = (Dataset, torch.nn.Module)
 
 
 def describe_dataset(dataset: Any) -> dict[str, Any]:
@@ -160,33 +176,112 @@ def _plain(value: Any, path: str) -> Any:
 def digest(item: object, before: str = "") -> str:
     """Hex digest of an item, chained to that of an earlier one; equal for equal items in every process.
 
-    Items are told apart by the numbers, strings, arrays and containers in them; of another object its ``id`` attribute
-    counts, or else what it contains, or only its type.
+    Items are told apart by the numbers, strings, dates, paths, arrays and containers in them. Of another object its
+    ``id`` attribute counts, or else its fields, attributes and slots, or what it contains. Of an object without any of
+    these it is only the type; see :func:`types_not_compared`.
     """
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
-    _feed(hashed, item, 0)
+    _feed(hashed, item, 0, _Reading())
     return hashed.hexdigest()
 
 
-def _feed(hashed: hashlib.blake2b, item: object, depth: int) -> None:
+def types_not_compared(item: object) -> list[str]:
+    """The types of objects in an item of which :func:`digest` tells no more than the type."""
+    reading = _Reading()
+    _feed(hashlib.blake2b(), item, 0, reading)
+    return list(dict.fromkeys(reading.unseen))
+
+
+@dataclass
+class _Reading:
+    """The reading of an item.
+
+    Attributes:
+        unseen: The types of objects of which no more than the type was read.
+        around: Ids of the objects around the present one.
+        left: Objects that may still be read within the outermost one.
+    """
+
+    unseen: list[str] = field(default_factory=list)
+    around: list[int] = field(default_factory=list)
+    left: int = 0
+
+
+def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) -> None:
     if isinstance(item, (int, np.integer)):
         hashed.update(b"i%d;" % int(item))
     elif isinstance(item, (str, bytes, float, type(None))):
         hashed.update(f"{type(item).__name__}{item!r};".encode())
     elif isinstance(item, (np.ndarray, torch.Tensor)):
-        _feed(hashed, item.tolist(), depth)
+        _feed(hashed, item.tolist(), depth, reading)
     elif isinstance(item, (list, tuple, range)) and all(
         issubclass(kind, (int, np.integer)) for kind in set(map(type, item))
     ):
         # The common case, in one go: an index is the same index in whatever type.
         hashed.update(repr(list(map(int, item))).encode())
     elif isinstance(item, Mapping):
-        _feed(hashed, list(item.items()), depth + 1)
+        _feed(hashed, list(item.items()), depth + 1, reading)
     elif isinstance(identity := getattr(item, "id", None), (str, int)):
-        _feed(hashed, identity, depth)
-    elif isinstance(item, Iterable) and isinstance(item, Sized) and depth < 8:
+        _feed(hashed, identity, depth, reading)
+    elif (text := _value_as_text(item)) is not None:
+        hashed.update(f"{type(item).__qualname__} {text};".encode())
+    elif isinstance(item, (set, frozenset)) and depth < _DEPTH:
+        reading.unseen += (name for part in item for name in types_not_compared(part))
+        # The order of strings in a set is another one in every process.
+        hashed.update(f"{{{sorted(map(digest, item))}".encode())
+    elif isinstance(item, Iterable) and isinstance(item, Sized) and depth < _DEPTH:
         hashed.update(b"[%d" % len(item))
         for part in item:
-            _feed(hashed, part, depth + 1)
+            _feed(hashed, part, depth + 1, reading)
     else:
-        hashed.update(type(item).__qualname__.encode())
+        _feed_object(hashed, item, depth, reading)
+
+
+def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) -> None:
+    hashed.update(type(item).__qualname__.encode())
+    if isinstance(item, slice):
+        held: Mapping[str, Any] = {"start": item.start, "stop": item.stop, "step": item.step}
+    elif isinstance(item, np.void):
+        # Without the padding between its fields.
+        held = {"value": item.tobytes() if item.dtype.names is None and not item.dtype.hasobject else item.item()}
+    elif isinstance(item, partial):
+        held = {"func": item.func, "args": item.args, "keywords": item.keywords}
+    elif isinstance(item, (type, FunctionType, BuiltinFunctionType)):
+        held = {"module": item.__module__, "name": item.__qualname__}
+    else:
+        held = _fields_of(item)
+    # Datasets and models that an item leads to are no part of its value.
+    if id(item) in reading.around:
+        return
+    reading.left = reading.left - 1 if reading.around else _MOST_OBJECTS
+    is_seen = bool(held) and depth < _DEPTH and reading.left > 0 and not isinstance(item, (*_NOT_ITEMS, *GENERATORS))
+    reading.around.append(id(item))
+    for name, value in held.items() if is_seen else ():
+        hashed.update(f".{name}=".encode())
+        _feed(hashed, value, depth + 1, reading)
+    reading.around.pop()
+    if not is_seen or (isinstance(item, FunctionType) and item.__closure__):
+        reading.unseen.append(type(item).__qualname__)
+
+
+def _value_as_text(item: object) -> str | None:
+    """A value of Python's, NumPy's or torch's own types as text; None for any other object."""
+    if isinstance(item, Enum):
+        return str(item._name_ or item._value_)
+    if isinstance(item, np.generic) and not isinstance(item, np.void):
+        return f"{item.dtype} {item}"
+    base = next((kind for kind in _SHOWN_WHOLE if isinstance(item, kind)), None)
+    # Not by a method of a subclass, which may show something else in every process.
+    return None if base is None else str(base.__str__(item))
+
+
+def _fields_of(item: object) -> Mapping[str, Any]:
+    """The values that make up an object: its fields if it is a dataclass, or its attributes and slots.
+
+    What ``cached_property`` keeps is left out: it is there only once somebody has asked for it.
+    """
+    held = attributes_of(item)
+    if is_dataclass(item):
+        return {one.name: held[one.name] for one in fields(item) if one.compare and one.name in held}
+    kept = {name for kind in type(item).__mro__ for name, of in vars(kind).items() if isinstance(of, cached_property)}
+    return {name: value for name, value in held.items() if not (name.startswith("__") or name in kept)}

@@ -19,6 +19,7 @@ from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
 from lightning_stateful.trainer.ranks import build_alike, deals_out, own_rank, topology_of
 from lightning_stateful.trainer.train_loaders import Settings, length_of, name_of, overfits
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: Settings, stage: str) -> Any:
@@ -118,10 +119,12 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
         else:
             rank_zero_info(f"{error} It is left to Lightning; what it remembers of earlier passes is in no checkpoint.")
         return loader
+    if stage == "val" and trainer.state.fn == "fit" and isinstance(patched.order, WrappedSampler):
+        patched.order.memory.note_use(patched.order)
     if stage == "val" and trainer.ckpt_path is not None and getattr(patched.order, "remembers", False):
         rank_zero_warn(
             f"{name_of(stage, path)}: its sampler remembers earlier passes, and a resume begins it as in the first. "
-            "This run validates on other samples than without the stop. Let it depend on set_epoch, or yield the "
+            "This run may validate on other samples than without the stop. Let it depend on set_epoch, or yield the "
             "same every time.",
             category=StatefulWarning,
         )

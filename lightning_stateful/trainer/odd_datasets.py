@@ -55,6 +55,8 @@ def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
 def warn_of_shared_samplers(combined: CombinedLoaders) -> None:
     """Warn of one sampler in several loaders that changes itself while it is iterated.
 
+    A loader of validation is one of them, if it was built before or is built later.
+
     Args:
         combined: The training loaders.
 
@@ -66,6 +68,7 @@ def warn_of_shared_samplers(combined: CombinedLoaders) -> None:
         order = loader.order
         if not isinstance(order, WrappedSampler) or not order.is_trained_on:
             continue
+        order.memory.note_use(order)
         if not order.remembers and order.resume_mode != "own_state":
             continue
         parts = SamplerParts(order.sampler, order.dataset).samplers

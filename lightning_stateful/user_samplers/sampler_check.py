@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
@@ -29,6 +29,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     ranks_held,
     settings_of,
     settings_of_one_rank,
+    tell,
     told,
     yields_as_one,
 )
@@ -43,7 +44,8 @@ _END = object()
 def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
     """Iterate a copy of a sampler over epoch 0, at most over a million items.
 
-    Where the pass has changed the copy, the next epoch is begun on it and on a fresh one.
+    Where the pass has changed the copy, the next epoch is begun on it and on a fresh one. Passes do not matter only if
+    both yield the same then, and hold the same behind it: else what they hold may show in a later epoch.
 
     Args:
         order: The sampler.
@@ -76,9 +78,12 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
         is_quick = changed and facts.seconds <= _QUICK
-        facts.is_harmless = is_quick and _begins_alike(tried, fresh) and _begins_alike(_left(fresh(), facts), fresh)
-        facts.remembers = changed and not facts.is_harmless
-        facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler if facts.remembers else None
+        facts.is_harmless = is_quick and not facts.unseen and _begins_alike(tried, fresh)
+        facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
+        facts.remembers = changed and not (facts.is_harmless and _ends_alike(tried, fresh(), order, facts))
+        if facts.remembers:
+            facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
+            tell(() if choose is None else choose(facts.fresh))
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
         is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
         if not is_seen and _begins_apart(fresh):
@@ -161,10 +166,11 @@ def yields_otherwise(order: UserSampler) -> bool:
 def sequence_now(order: UserSampler, sequence: str) -> str:
     """Digest of the first epoch of a copy of a sampler as it is now, or ``sequence``, as it was tried, where unchanged.
 
-    A sampler that remembers its passes, or is slow, counts as unchanged.
+    A sampler counts as unchanged if its passes alone have changed it, if what it yields depends on them, or if it is
+    slow.
     """
-    facts, now = order.facts, SamplerFacts(says=order.facts.says)
-    if facts.remembers or facts.error or facts.seconds > _QUICK:
+    facts = order.facts
+    if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > _QUICK:
         return sequence
     with suppress(Exception):
         tried = _tried_now(order, order.sampler)
@@ -175,10 +181,17 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
         if begins == sequence.partition("-")[0] and contents == facts.contents:
             return sequence
-        tried = _tried_now(order, order.sampler)
-        _follow(order, tried, tried.begin(0, 0), now, [])
-        return now.sequence
+        now = first_sequence(order, order.sampler)
+        is_own = now != sequence and facts.remembers
+        return sequence if is_own and order.memory.follows(order, now, partial(first_sequence, order)) else now
     return sequence
+
+
+def first_sequence(order: UserSampler, sampler: Any) -> str:
+    """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
+    tried, now = _tried_now(order, sampler), SamplerFacts(says=order.facts.says)
+    _follow(order, tried, tried.begin(0, 0), now, [])
+    return now.sequence
 
 
 def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:
@@ -251,6 +264,7 @@ def _follow(
                 # Copies and digests at once, because a sampler may change later what it has yielded.
                 if index == noted_next:
                     facts.first = item if index == 0 else facts.first
+                    facts.unseen = facts.unseen or types_not_compared(item)
                     chained = facts.notes[index] = digest(item, "" if has_states else chained)
                     noted_next = STATE_STRIDE if has_states else next_digest_index(index + 1)
                 if state is not None and len(following) < STATE_STRIDE:
@@ -308,6 +322,19 @@ def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) 
     """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
     with suppress(Exception):
         return _beginning(ended, 1) == _beginning(fresh(), 1)
+    return False
+
+
+def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampler, facts: SamplerFacts) -> bool:
+    """Whether a copy that was iterated to its end holds after the next epoch what a fresh one does."""
+    with suppress(Exception):
+        held = []
+        for tried in (ended, fresh):
+            items = tried.begin(1, 0)
+            with tried.entered():
+                deque(islice(items, _MOST_ENDLESS if facts.says is None else min(facts.says + 1, _MOST)), maxlen=0)
+            held.append(digest_of_contents(tried.sampler, order.dataset, of_copy=True))
+        return held[0] == held[1]
     return False
 
 

@@ -230,18 +230,19 @@ def _is_mapped(array: object) -> bool:
     return array is not None
 
 
-def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1) -> str:
+def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of_copy: bool = False) -> str:
     """Digest of all that a sampler holds but for random generators, to be compared in the same process.
 
     Args:
         sampler: The sampler.
         dataset: An object in it that is not looked into.
         epoch: An attribute that is this epoch counts as the number of the epoch, whatever it is.
+        of_copy: It is compared with that of another copy, so objects do not count as the same objects.
     """
     hashed = hashlib.blake2b(digest_size=16)
     for part in SamplerParts(sampler, dataset).found:
         if isinstance(part, _SEQUENCES):
-            hashed.update(_items_shown(part).encode())
+            hashed.update(_items_shown(part, of_copy).encode())
         if type(part) in (list, tuple, dict, set):
             continue
         if isinstance(part, (torch.Tensor, np.ndarray)):
@@ -251,7 +252,7 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1) ->
         elif not isinstance(part, GENERATORS):
             for name, item in attributes_of(part).items():
                 is_epoch = type(item) is int and item == epoch
-                hashed.update(f"{name}={'epoch' if is_epoch else _shown(item)};".encode())
+                hashed.update(f"{name}={'epoch' if is_epoch else _shown(item, of_copy)};".encode())
     return hashed.hexdigest()
 
 
@@ -308,11 +309,11 @@ def _with_classes(module: ModuleType | None) -> list[Any]:
     return [module, *(of for of in vars(module).values() if isinstance(of, type) and of.__module__ == module.__name__)]
 
 
-def _items_shown(part: Any) -> str:
+def _items_shown(part: Any, of_copy: bool = False) -> str:
     """The number of items of a container, and what :func:`_shown` shows of some thousand of them and of their keys."""
     keys = _spread(part) if isinstance(part, (dict, UserDict)) else []
     values = _spread(part.values() if isinstance(part, (dict, UserDict)) else part)
-    return f"{len(part)}{[_shown(item) for item in (*keys, *values)]}"
+    return f"{len(part)}{[_shown(item, of_copy) for item in (*keys, *values)]}"
 
 
 def _spread(values: Any) -> list[Any]:
@@ -328,7 +329,7 @@ def _has_numpy(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.dtype != torch.bfloat16
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, of_copy: bool = False) -> str:
     """The plain values in a value, some numbers of an array or tensor, and the types of others."""
     if type(value) in PLAIN:
         return repr(value)
@@ -344,4 +345,4 @@ def _shown(value: Any) -> str:
             return marshal.dumps(items, 0).hex()
         return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])
     plain = {name: item for name, item in attributes_of(value).items() if type(item) in PLAIN}
-    return f"{type(value).__name__}{plain or id(value)}"
+    return f"{type(value).__name__}{plain or (0 if of_copy else id(value))}"

@@ -24,8 +24,9 @@ class SamplerFacts:
         counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
-        remembers: Whether what it yields depends on its earlier passes, or nobody knows.
-        is_harmless: Whether a pass changes the sampler, but not what a later one yields.
+        remembers: Whether what it yields depends on its earlier passes, or may in a later epoch.
+        is_harmless: Whether a pass changes the sampler, but not how the next one begins.
+        unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
@@ -43,6 +44,7 @@ class SamplerFacts:
     asks: bool = False
     remembers: bool = False
     is_harmless: bool = False
+    unseen: list[str] = field(default_factory=list)
     contents: str = ""
     leads_back: bool = False
     error: str = ""

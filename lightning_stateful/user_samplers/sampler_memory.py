@@ -6,16 +6,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.sampler_check import yields_otherwise
-from lightning_stateful.user_samplers.sampler_copy import Path, SamplerParts, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
+from lightning_stateful.user_samplers.sampler_copy import (
+    Path,
+    SamplerCopy,
+    SamplerParts,
+    digest_of_contents,
+    surroundings_of,
+)
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
 from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 # The cycle of passes that something else than training begins within an epoch.
@@ -48,6 +56,12 @@ class SamplerMemory:
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []
+        # Of each of them, whether a loader that is trained on has begun it in this process.
+        self._of_training: list[bool] = []
+        # Whether loaders that are trained on use it, and whether others do.
+        self._uses: set[bool] = set()
+        # The epoch within which training is to go on, until it has begun here.
+        self._awaited: int | None = None
         self.has_changed = False
         self.first_epoch = 0
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
@@ -59,20 +73,57 @@ class SamplerMemory:
         self._began_with = self._ended_with = ""
         # What it held in a pass that was broken off, before it was told another epoch.
         self._left_with = ""
-        # What decides what it yields, as of the beginning of an epoch.
-        self._contents = ""
+        # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
+        self._contents = ("", "")
+        # A copy from before training, and the passes that it has gone through: all but the latest.
+        self._in_step: tuple[IteratedSampler, list[list[int]]] | None = None
+        # What was found to follow from the passes, each time with their number.
+        self._following: set[tuple[int, object]] = set()
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
         # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
         self._looks_next = self._is_look = False
 
+    def note_use(self, order: UserSampler) -> None:
+        """Warn where loaders of training and of validation share a sampler that changes while it is iterated."""
+        self._uses.add(order.is_trained_on)
+        if len(self._uses) == 2 and order.remembers:
+            self._warn(
+                f"The loaders of training and of validation share one {order.name} object, which changes while it is "
+                "iterated, so what the one gets depends on the passes of the other. A checkpoint that is written "
+                "within an epoch just before a validation cannot be resumed from, and after a resume validation gets "
+                f"other samples. Give each a {order.name} of its own.",
+                once="shared",
+            )
+
+    def await_training(self, epoch: int) -> None:
+        """Training is to go on within an epoch; the passes before it have been begun."""
+        self._awaited = None if any(self._of_training) else epoch
+
+    def _refuse_to_come_first(self, order: UserSampler) -> None:
+        if order.is_trained_on:
+            self._awaited = None
+        elif self._awaited is not None:
+            raise PositionError(
+                f"The loaders of training and of validation share one {order.name} object, which changes while it is "
+                f"iterated. The checkpoint was written within epoch {self._awaited}, just before a validation: that "
+                f"would iterate the {order.name} before training goes on with it, and training would get other samples "
+                f"than without the stop. Resume from a checkpoint that was written at another batch, or give "
+                f"validation a {order.name} of its own."
+            )
+
     def note_look(self) -> None:
         """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
         self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it that a state tells of and this process has not."""
+        """A pass begins: begin those before it that a state tells of and this process has not.
+
+        Raises:
+            PositionError: It is of an evaluation loader, and comes before the pass of training that is resumed.
+        """
+        self._refuse_to_come_first(order)
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
             left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
@@ -84,23 +135,32 @@ class SamplerMemory:
             self.begin_again(order, begun.label[0], earlier)
         elif self._lacks_passes(order, begun):
             self._warn(
-                f"{order.name} yields something else in each of its passes, and begins with epoch {begun.label[0]} "
-                "here, without those of the epochs before, so its batches are not those of an uninterrupted run. "
+                f"{order.name} changes itself in each of its passes, and begins with epoch {begun.label[0]} here, "
+                "without those of the epochs before, so its batches may not be those of an uninterrupted run. "
                 "Resume from a checkpoint that StatefulDataCallback has written, or shuffle by set_epoch(epoch)."
             )
         if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
             self._warn(
                 f"{order.name} changes itself while it is iterated, and a hook has iterated its loader within epoch "
                 f"{begun.label[0]}, which counts as a pass of it, as in torch. A resume does not repeat such a pass, "
-                "so it is not exact from here on. Look at batches of a loader of its own.",
+                "so it may not be exact from here on. Look at batches of a loader of its own.",
                 once="aside",
             )
+        if order.facts.unseen and order.is_trained_on:
+            self._warn(
+                f"{order.name} yields a {', a '.join(order.facts.unseen[:4])}, of which nothing but the type can be "
+                "compared: whether a resume is exact, and whether all ranks have the same items, is not proven. Yield "
+                "numbers, strings, tuples or dataclasses.",
+                once="unseen",
+            )
         self.compare_epochs(order, begun.label[0])
-        if not self._contents or not self.passes:
+        if not any(self._contents) or not self.passes:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
-            self._contents = self._contents or self._contents_of(order, now)
-            self._is_as_tried = not (self.passes or order.is_known) and now == order.facts.contents
-        self.passes.append([*begun.label, 0])
+            self._contents = self._contents if any(self._contents) else self._contents_of(order, now)
+            if not self.passes and not order.is_known:
+                self._is_as_tried = now == order.facts.contents
+        begun.entry = [*begun.label, 0]
+        self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with = begun, ""
 
     def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
@@ -129,19 +189,67 @@ class SamplerMemory:
                 )
                 return
         held, self._contents = self._contents, self._contents_of(order, now)
-        if held != self._contents and (order.is_known or yields_otherwise(order)):
+        if held != self._contents and self._is_changed_by_others(order, held):
             self._warn(
-                f"{order.name} no longer yields what it did before training: training, its dataset or a callback has "
-                "changed what it draws from. A checkpoint does not hold that, so a resume is exact only if it is set "
-                "again before the first batch, in on_train_start.",
+                f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
+                "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "
+                "is exact only if it is set again before the first batch, in on_train_start.",
                 once="changed",
             )
 
-    def _contents_of(self, order: UserSampler, own: str) -> str:
-        """What may decide what it yields beside its earlier passes; ``own`` is the digest of what it holds."""
+    def _contents_of(self, order: UserSampler, own: str) -> tuple[str, str]:
+        """Digests of what it holds, ``own``, and of what else may decide what it yields beside its earlier passes."""
         if order.is_known:
-            return repr(order.parameters())
-        return ("" if order.facts.remembers else own) + repr(surroundings_of(order.sampler, order.dataset))
+            return "", repr(order.parameters())
+        depends = order.facts.remembers and not order.facts.is_harmless
+        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset))
+
+    def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
+        """Whether it yields something else than when it was tried, for another reason than its passes."""
+        if order.is_known or not order.facts.remembers:
+            return order.is_known or yields_otherwise(order)
+        if held[1] != self._contents[1] and yields_otherwise(order):
+            return True
+        if held[0] == self._contents[0] or order.facts.error:
+            return False
+        with suppress(Exception):
+            now = first_sequence(order, order.sampler)
+            return now != order.facts.sequence and not self.follows(order, now, partial(first_sequence, order))
+        return False
+
+    def follows(self, order: UserSampler, value: object, of: Callable[[Any], object]) -> bool:
+        """Whether a value of the sampler follows from its passes alone.
+
+        It does if it is the value of a copy from before training on which the same passes were begun.
+
+        Args:
+            order: The sampler.
+            value: What ``of`` gives of the sampler as it is now.
+            of: Gives the value of a sampler.
+        """
+        self._close()
+        facts, passes = order.facts, [list(passed) for passed in self.passes]
+        if (len(passes), value) in self._following:
+            return True
+        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
+            return False
+        asked = AskedRanks(1) if order.dealing.answers else None
+        with suppress(Exception):
+            if self._in_step is None or self._in_step[1] != passes[: len(self._in_step[1])]:
+                self._in_step = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
+            copied, gone = self._in_step
+            while len(gone) < len(passes) - 1:
+                begin_pass(copied, passes[len(gone)])
+                gone.append(passes[len(gone)])
+            latest = order.iterating(SamplerCopy(copied.sampler, order.dataset).sampler, asked=asked)
+            if passes:
+                begin_pass(latest, passes[-1])
+            with latest.entered():
+                found = of(latest.sampler)
+            if found == value:
+                self._following.add((len(passes), value))
+            return found == value
+        return False
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
@@ -151,11 +259,13 @@ class SamplerMemory:
 
     def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
+        latest.entry[2] = latest.drawn
         if self._latest is latest:
             self._note_ending(order, latest)
 
     def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
         """A pass has come to the sampler's end."""
+        ended.entry[2] = -1
         if self._latest is ended:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
@@ -189,17 +299,26 @@ class SamplerMemory:
 
     def passes_before(self, epoch: int, cycle: int) -> PassesHere:
         """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
-        known = [*self.passes[:-1], self._closed()] if self.passes else []
-        labels = [of[:2] for of in known]
-        if [epoch, cycle] in labels and not (self._is_look and labels[-1] == [epoch, cycle]):
-            known = known[: len(labels) - 1 - labels[::-1].index([epoch, cycle])]
-        told = PassesHere()
-        for first, passed in enumerate(known):
-            if told and passed == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
-                told[-1][3] += 1
-            else:
-                told.append([*known[first], 1])
-        return told
+        self._close()
+        return _put_together(self.passes[: self._place_of(epoch, cycle)])
+
+    def passes_since(self, epoch: int, cycle: int) -> PassesHere:
+        """The passes of evaluation loaders that share the sampler, begun since one of training was, likewise."""
+        self._close()
+        behind = self._place_of(epoch, cycle) + 1
+        of_training = zip(self.passes[behind:], self._of_training[behind:], strict=True)
+        return _put_together([passed for passed, is_own in of_training if not is_own])
+
+    def _place_of(self, epoch: int, cycle: int) -> int:
+        """The place of the latest pass of training with these labels, or behind all passes where there is none."""
+        of_training = enumerate(zip(self.passes, self._of_training, strict=True))
+        places = [place for place, (passed, is_own) in of_training if is_own and passed[:2] == [epoch, cycle]]
+        is_look = self._is_look and places[-1:] == [len(self.passes) - 1]
+        return places[-1] if places and not is_look else len(self.passes)
+
+    def _append(self, passed: list[int], is_of_training: bool) -> None:
+        self.passes.append(passed)
+        self._of_training.append(is_of_training)
 
     def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
         """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
@@ -217,18 +336,22 @@ class SamplerMemory:
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.
             return
+        if self.passes != earlier[:known] and order.facts.is_harmless:
+            self._begun_again = told_of
+            self._warn(
+                f"{order.name} changes itself while it is iterated. It has been iterated {known} times in this "
+                f"process, and {len(earlier)} times before epoch {epoch} in the run that wrote the checkpoint. Its "
+                "second epoch does not depend on that, but later ones may, so the resume may not be exact. Make a new "
+                f"{order.name} for the resumed run, and do not iterate it before."
+            )
+            return
         if self.passes != earlier[:known]:
             raise PositionError(
                 f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
                 f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
                 f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
-        for epoch, cycle, items in earlier[known:]:
-            iterated = order.iterated()
-            drawn = iterated.begin(epoch, cycle)
-            with iterated.entered():
-                deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
-            self.passes.append([epoch, cycle, items])
+        self._begin(order, earlier[known:])
         self._begun_again = told_of
         seconds = time.perf_counter() - started
         if seconds > LONG_FAST_FORWARD:
@@ -237,20 +360,31 @@ class SamplerMemory:
                 f"again, by indices alone, which took {seconds:.1f} s."
             )
 
+    def begin_since(self, order: UserSampler, told_of: list[list[int]]) -> None:
+        """Begin the passes of evaluation loaders again that a state tells of since its pass of training was begun."""
+        self._begin(order, _spelled_out(told_of))
+
+    def _begin(self, order: UserSampler, passes: list[list[int]]) -> None:
+        for passed in passes:
+            begin_pass(order.iterated(), passed)
+            self._append(passed, False)
+
     def _close(self) -> None:
         if self._latest is not None:
-            self.passes[-1] = self._closed()
-
-    def _closed(self) -> list[int]:
-        latest = self._latest
-        if latest is None:
-            return self.passes[-1]
-        return [*self.passes[-1][:2], latest.drawn if latest.end is None else -1]
+            self._latest.entry[2] = self._latest.drawn if self._latest.end is None else -1
 
     def _warn(self, message: str, once: str = "") -> None:
         if (once or message) not in self._warned:
             self._warned.add(once or message)
             warn(message)
+
+
+def begin_pass(iterated: IteratedSampler, passed: Sequence[int]) -> None:
+    """Iterate a pass: its epoch, its cycle, and its items, or -1 for one to the end."""
+    epoch, cycle, items = passed
+    drawn = iterated.begin(epoch, cycle)
+    with iterated.entered():
+        deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
 
 
 def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
@@ -276,6 +410,16 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
 
 def _forget(memories: dict[int, Any], key: int, _: object) -> None:
     memories.pop(key, None)
+
+
+def _put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
+    told = PassesHere()
+    for passed in passes:
+        if told and list(passed) == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
+            told[-1][3] += 1
+        else:
+            told.append([*passed, 1])
+    return told
 
 
 def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -24,6 +24,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -69,6 +70,9 @@ class PassNotes(Protocol):
     def passes_before(self, epoch: int, cycle: int) -> list[list[int]]:
         """The passes before one, for a state."""
 
+    def begin_since(self, order: UserSampler, told_of: list[list[int]]) -> None:
+        """Begin passes again that came after one."""
+
 
 class SamplerPass:
     """One pass over the user's sampler itself, from any item on; nothing is drawn before it is asked for.
@@ -87,8 +91,10 @@ class SamplerPass:
             first and the end of the items just before that run's state with their digest. Empty for none.
         earlier: Passes that the run has begun before, as a state has them, in a list; None, or a ``PassesHere``, for a
             pass that follows those of this process.
+        since: Passes of evaluation loaders that the run has begun since, likewise.
 
     Attributes:
+        entry: The pass as it stands in the notes of all passes.
         drawn: Items of the pass that the sampler has yielded.
         end: Items of the pass once the sampler was seen to end; None before that.
         has_states: Whether items are noted with the sampler's own state.
@@ -96,12 +102,20 @@ class SamplerPass:
     """
 
     def __init__(
-        self, order: UserSampler, epoch: int, cycle: int, first: int, noted: Sequence[Any], earlier: Any = None
+        self,
+        order: UserSampler,
+        epoch: int,
+        cycle: int,
+        first: int,
+        noted: Sequence[Any],
+        earlier: Any = None,
+        since: Any = None,
     ) -> None:
         self.drawn = 0
         self.end: int | None = None
         self.label = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
-        self._order, self._epoch, self._first, self._earlier = order, epoch, first, earlier
+        self.entry: list[int] = [*self.label, 0]
+        self._order, self._epoch, self._first, self._earlier, self._since = order, epoch, first, earlier, since
         self._expected = noted[:3] or (0, "", None)
         self._expected_latest = noted[3] if len(noted) > 3 else None
         # Items that were taken, each time with the index behind them; of whole batches the last.
@@ -229,6 +243,8 @@ class SamplerPass:
                 f"{self._first} items of {order.name} were used in epoch {self._epoch}, but now it ends before "
                 "that. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
+        if type(self._since) is list:
+            order.memory.begin_since(order, self._since)
         seconds = time.perf_counter() - started
         if distance and seconds > LONG_FAST_FORWARD:
             warn(
@@ -359,7 +375,8 @@ def _snapshot(items: list[Any]) -> list[Any]:
     last = items[-1]
     if isinstance(last, _INTEGERS):
         return items
-    return [tuple(last) if type(last) is list else last if type(last) in (str, tuple) else digest(last)]
+    is_plain = type(last) is str or (type(last) in (tuple, list) and PLAIN.issuperset(map(type, last)))
+    return [digest(last) if not is_plain else tuple(last) if type(last) is list else last]
 
 
 _INTEGERS = (int, np.integer)

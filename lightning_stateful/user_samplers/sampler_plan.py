@@ -116,7 +116,8 @@ class SamplerEpochPlan:
             # Those of each rank, where each iterates its own.
             own_rank = detect_topology().rank if order.dealing.is_own else len(noted)
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
-        self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier)
+        since = self._begun.details.get("since")
+        self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
         before, is_whole = begun.cycle * _MANY_ITEMS, order.whole_batches
         for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
             yield before + first, own if not is_whole else own[0] if len(own) == 1 else _joined(own)
@@ -140,7 +141,11 @@ class SamplerEpochPlan:
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
-            details["passes"] = loaded if loaded is not None and self._latest is None else before
+            is_unread = loaded is not None and self._latest is None
+            details["passes"] = loaded if is_unread else before
+            since = begun.details.get("since") if is_unread else order.memory.passes_since(begun.epoch, begun.cycle)
+            # Only where an evaluation loader shares the sampler.
+            details |= {"since": since} if since else {}
         return replace(begun, consumed=begun.consumed + served, details=details)
 
     def passes_if_unread(self) -> list[list[int]] | None:

@@ -140,7 +140,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES}
+        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES}
 
     @property
     def whole_batches(self) -> bool:
@@ -296,7 +296,7 @@ class WrappedSampler:
         """The sampler itself, to be iterated."""
         asked = AskedRanks(1, 0) if self.dealing.answers else None
         # To overfit on its first epoch, one that changes itself begins as often with a copy.
-        repeats = self.repeats_first_epoch and self.facts.remembers
+        repeats = self.repeats_first_epoch and self.facts.remembers and not self.facts.is_harmless
         sampler, settings = self.copied().sampler if repeats else self.sampler, self.dealing.settings
         return self.iterating(sampler, settings, asked)
 
@@ -335,7 +335,11 @@ class WrappedSampler:
             return {}
         sequence = config["sequence"] if self.is_known else sequence_now(self, config["sequence"])
         held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
-        return {name: value for name, value in held.items() if value_at(config, name) != value}
+        changed = {name: value for name, value in held.items() if value_at(config, name) != value}
+        length = changed.get("sampler.length")
+        if type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of):
+            del changed["sampler.length"]
+        return changed
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of torch's own samplers, long ones as digests."""
@@ -384,7 +388,10 @@ class WrappedSampler:
                 f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
                 f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
             )
-        return SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+        made = SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
+        if here.consumed and self.is_trained_on and self.remembers and made.remaining and made.num_steps:
+            self.memory.await_training(epoch)
+        return made
 
     def _check_details(self, here: Progress) -> None:
         """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs."""

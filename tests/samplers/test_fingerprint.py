@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from datetime import date, timedelta
+from decimal import Decimal
+from enum import Enum
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers import describe_dataset
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 
 
 class Files:
@@ -195,6 +201,63 @@ class Opaque:
         return "Opaque()"
 
 
+@dataclass
+class Window:
+    """Fields, one of which is no part of the value."""
+
+    start: int
+    length: int = 3
+    read: Any = dataclass_field(default=None, compare=False)
+
+
+class Point:
+    """Attributes, one of which is there once it is asked for, and another object."""
+
+    def __init__(self, start: int) -> None:
+        self.window = Window(start)
+
+    @cached_property
+    def end(self) -> int:
+        return self.window.start + 3
+
+
+class Slotted:
+    """Slots, and a text that differs from process to process."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __repr__(self) -> str:
+        return f"Slotted at {id(self)}"
+
+
+class Split(Enum):
+    """Members with objects as values."""
+
+    TRAIN = object()
+    VAL = object()
+
+
+class Linked:
+    """Leads back to itself, by two ways."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.other, self.others = number, self, [self, self]
+
+
+def dict_of(one: Any) -> dict[str, Any]:
+    """A dict with a value."""
+    return {"key": one}
+
+
+BY_VALUE: list[Callable[[int], Any]] = [
+    *(lambda n: slice(n, n + 3), Window, Slotted, Point, Linked, np.float32, Decimal, complex),
+    *(lambda n: Path(f"/data/{n}"), lambda n: date(2020, 1, n), lambda n: timedelta(n), lambda n: list(Split)[n - 1]),
+    *(lambda n: np.array([(n, 2)], dtype=[("a", int), ("b", float)])[0], lambda n: np.datetime64(n, "D")),
+    *(lambda n: partial(Window, n), lambda n: frozenset({f"a{n}", "b"})),
+]
 DIFFERENT: list[Any] = [
     *(0, 1, -1, 2**70, 1.5, "1", b"1", None),
     *([1], [1, 2], [2, 1], [12], [[1], 2], [[1, 2]], [[1], [2]], [], [[]]),
@@ -202,6 +265,8 @@ DIFFERENT: list[Any] = [
     *({"a": 1}, {"b": 1}, {"a": 2}),
     *(np.array([1, 3]), np.array([[1, 3]]), torch.tensor([0.5])),
     *(Named("x"), Named("y"), {Named("x"), Named("y")}, Opaque()),
+    *(of(number) for number in (1, 2) for of in BY_VALUE),
+    *(within(of(number)) for number in (1, 2) for of in BY_VALUE[:3] for within in (lambda one: ("a", one), dict_of)),
 ]
 
 
@@ -219,11 +284,24 @@ class TestDigest:
             (3, np.int32(3)),
             (Named("x", "one"), Named("x", "two")),
             (Opaque(), Opaque()),
+            (Window(1), Window(1, read="since")),
+            *((of(1), of(1)) for of in BY_VALUE),
         ],
-        ids=str,
     )
     def test_equal_indices_and_objects_of_equal_id_have_one_digest(self, item: Any, same: Any) -> None:
         assert digest(item) == digest(same)
+
+    def test_what_was_asked_of_an_object_is_no_part_of_its_value(self) -> None:
+        asked = Point(1)
+        assert asked.end == 4
+
+        assert digest(asked) == digest(Point(1))
+
+    def test_types_of_which_nothing_is_compared_are_named(self) -> None:
+        assert [types_not_compared(of(1)) for of in BY_VALUE] == [[]] * len(BY_VALUE)
+        assert types_not_compared([1, (Opaque(), object()), Opaque()]) == ["Opaque", "object"]
+        assert types_not_compared({"data": (1, TensorDataset(torch.zeros(2)))}) == ["TensorDataset"]
+        assert types_not_compared(lambda: Opaque) == []
 
     def test_a_digest_depends_on_all_that_came_before(self) -> None:
         first = digest(1), digest(2)

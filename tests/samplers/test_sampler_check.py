@@ -66,7 +66,7 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.GlobalRandom, False, False),
         (theirs.ByTheClock, False, False),
         (theirs.ClassBalanced, False, False),
-        (lambda: Counts(30), False, True),
+        (lambda: Counts(30), True, True),
         (theirs.CountsEpochs, True, False),
         (theirs.ShufflesInPlace, True, False),
         (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),

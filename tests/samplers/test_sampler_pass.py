@@ -33,6 +33,16 @@ class Listed(Sampler[Any]):
         yield from self.items
 
 
+class CountsOnly(Listed):
+    """Counts its passes, and yields the same."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
 class CountsAtTheEnd(theirs.CountsEpochs):
     """Has another order by a count of its own, which it raises when an epoch is over."""
 
@@ -174,10 +184,15 @@ class TestSamplersThatChangeThemselves:
         ):
             items_of(order, 1, stopped(CountsAtTheEnd(), 3, epoch=1))
 
+    def test_one_whose_passes_have_not_shown_yet_is_resumed_with_a_warning(self) -> None:
+        order = order_of(CountsOnly([5, 3, 8]))
+        items_of(order)
+        items_of(order, 1)
+        with pytest.warns(StatefulWarning, match=r"CountsOnly .* iterated 2 times in this process, and 1 times before"):
+            assert items_of(order, 1, stopped(CountsOnly([5, 3, 8]), 1, epoch=1)) == [3, 8]
+
     def test_one_that_begins_later_than_with_epoch_0_is_warned_of(self) -> None:
-        with pytest.warns(
-            StatefulWarning, match="CountsEpochs yields something else in each of its passes, and begins"
-        ):
+        with pytest.warns(StatefulWarning, match="CountsEpochs changes itself in each of its passes, and begins"):
             items_of(order_of(theirs.CountsEpochs()), 2)
 
     def test_one_that_somebody_else_changes_between_epochs_is_warned_of(self) -> None:

@@ -114,6 +114,10 @@ DISAGREE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sampled(Permutes(by_hash)),
         r"Permutes yields other items on other ranks .*rank 0: (?P<one>\w+) of 22, rank 1: (?!(?P=one))\w+ of 22",
     ),
+    "a sampler of windows": (
+        lambda: sampled(Permutes(lambda: [slice(index, index + 2) for index in by_hash()])),
+        "Permutes yields other items on other ranks",
+    ),
     "lengths of samplers": (
         lambda: sampled(DDPSamplerWrapper(samplers.Endless(), length=5 + rank())),
         "Endless yields other items on other ranks .* of 5, rank 1: .* of 6",

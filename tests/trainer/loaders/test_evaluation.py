@@ -11,14 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.ledger import LedgerModel, Numbers, batches, samples
+from support.ledger import LedgerModel, Numbers, batches, samples, trained
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.sampler_cases import TO_EVALUATE, PlainData, evaluate
 from support.samplers import LENGTH, LOADERS, ShuffledBatches, loader
 from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import PositionError, StatefulWarning
 
 
 class Writer(BasePredictionWriter):
@@ -312,3 +312,54 @@ def test_a_validation_that_counts_its_passes_is_warned_of_on_a_resume(tmp_path: 
     stopped(tmp_path / "stop.ckpt", Module, epoch=1, run=train_alone)
     with pytest.warns(StatefulWarning, match="the val loader: its sampler remembers earlier passes"):
         train_alone(Module, ckpt_path=tmp_path / "stop.ckpt", max_epochs=2)
+
+
+class SharesSampler(pl.LightningDataModule):
+    """Trains and validates with one sampler, which counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = ShuffledByPass()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(8), batch_size=2, sampler=self.sampler)
+
+    val_dataloader = train_dataloader
+
+
+class ShuffledByPass(Sampler[int]):
+    """Another order in each pass."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:the val loader. its sampler remembers")
+@pytest.mark.filterwarnings("ignore:The loaders of training and of validation share")
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 0), (0, 2), (1, 0), (1, 2)])
+def test_training_that_shares_its_sampler_with_validation_resumes_exactly(
+    tmp_path: Path, epoch: int, batch: int
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
+    whole = train_alone(SharesSampler, **options).ledger
+    before = stopped(tmp_path / "stop.ckpt", SharesSampler, epoch=epoch, batch=batch, run=train_alone, **options)
+    after = train_alone(SharesSampler, ckpt_path=tmp_path / "stop.ckpt", **options).ledger
+    assert trained(before) + trained(after) == trained(whole)
+
+
+@pytest.mark.filterwarnings("ignore:the val loader. its sampler remembers")
+def test_but_where_that_is_due_it_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
+    with pytest.warns(StatefulWarning, match="training and of validation share one ShuffledByPass object"):
+        stopped(tmp_path / "stop.ckpt", SharesSampler, epoch=1, batch=1, run=train_alone, **options)
+    with (
+        pytest.warns(StatefulWarning, match="share one ShuffledByPass object"),
+        pytest.raises(PositionError, match="was written within epoch 1, just before a validation"),
+    ):
+        train_alone(SharesSampler, ckpt_path=tmp_path / "stop.ckpt", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ from harm.laws import is_harm, resumed, uninterrupted
 from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import Trial, train
 from harm.table import Entry, WithCallback, of
-from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class CountsDown(Sampler[int]):
@@ -106,6 +109,27 @@ class ByWeights(Shuffled):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.multinomial(self.weights, LENGTH, replacement=True).tolist())
+
+
+class WeighsAndCounts(ByWeights):
+    """Counts its passes, which changes nothing."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return super().__iter__()
+
+
+class KeepsLate(Shuffled):
+    """Sets its permutation anew in each pass, and from its second epoch on keeps another one."""
+
+    kept: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.latest = torch.randperm(LENGTH).tolist()
+        self.kept = self.latest.copy() if self.epoch and self.kept is None else self.kept
+        return iter(self.kept or self.latest)
 
 
 class Sets(pl.Callback):
@@ -228,6 +252,7 @@ def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Pa
             {3: "warned", 8: "refused"},
             id="a shared set",
         ),
+        pytest.param(of(KeepsLate), "runs", {9: "exact", 12: "warned", 14: "refused"}, id="a later pass"),
         *(
             pytest.param(
                 Changed(kind, partial(Sets, "on_train_batch_end", set_weights)),
@@ -235,7 +260,11 @@ def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Pa
                 {3: "warned", 6: "warned", 9: "refused"},
                 id=f"weights, {name}",
             )
-            for name, kind in (("told", ByWeights), ("torch's", lambda: WeightedRandomSampler([1.0] * LENGTH, LENGTH)))
+            for name, kind in (
+                ("told", ByWeights),
+                ("told, and counts", WeighsAndCounts),
+                ("torch's", lambda: WeightedRandomSampler([1.0] * LENGTH, LENGTH)),
+            )
         ),
     ],
 )
@@ -257,6 +286,85 @@ def test_set_epoch_as_a_user_calls_it_wins(
     tmp_path: Path, kind: Any, role: str, hook: str, stops: dict[int, str], workers: int
 ) -> None:
     judged(tmp_path, Changed(kind, partial(Sets, hook, tell), role), stops, workers=workers)
+
+
+class Passes(Sampler[Any]):
+    """Counts its passes."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return LENGTH // 2
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.drawn())
+
+    def drawn(self) -> list[Any]:
+        raise NotImplementedError
+
+
+class WarmsUp(Passes):
+    """Draws easy samples in two passes, and others from then on."""
+
+    def drawn(self) -> list[int]:
+        easy = range(LENGTH // 2) if self.passes <= 2 else range(LENGTH // 2, LENGTH)
+        return random.sample(easy, LENGTH // 2)
+
+
+class KeepsSecond(Passes):
+    """Keeps the subset that its second pass draws."""
+
+    kept: Any = None
+
+    def drawn(self) -> list[int]:
+        drawn = random.sample(range(LENGTH), LENGTH // 2)
+        self.kept = drawn if self.passes == 2 else self.kept
+        return self.kept or drawn
+
+
+class PlansTwo(Passes):
+    """Draws a plan for two passes."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, list[int]] = {}
+
+    def drawn(self) -> list[int]:
+        return self.plans.setdefault(self.passes // 2, random.sample(range(LENGTH), LENGTH // 2))
+
+
+class Alternates(Passes):
+    """Takes one of its samplers in turn, and is told the epoch."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.samplers = [Shuffled(), Shuffled(), RandomSampler(range(LENGTH), generator=torch.Generator())]
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def drawn(self) -> list[int]:
+        return list(self.samplers[self.passes % 3])
+
+
+class Overwrites(Passes):
+    """Keeps its latest permutation, under a name that each pass sets anew, and counts nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.kept = random.sample(range(LENGTH), LENGTH // 2)
+        return iter(self.kept)
+
+
+@pytest.mark.parametrize("kind", [WarmsUp, KeepsSecond, PlansTwo, Alternates, Overwrites])
+def test_passes_that_show_only_in_the_third_epoch_are_begun_again_without_a_word(tmp_path: Path, kind: Any) -> None:
+    stops = [3, 7, 9, 14] if kind is Alternates else [2, 5, 6, 7]
+    judged(tmp_path, of(kind), dict.fromkeys(stops, "exact"), "runs")
+    assert WrappedSampler(kind()).remembers is (kind is not Overwrites)
+    assert not train(Entry(of(kind), "runs")).said
 
 
 class HoldsData(Sampler[int]):
