@@ -79,6 +79,8 @@ class EpochResults:
         logged = _joined([self._pending, logged])
         metrics = {name: _plain(name, *state) for name, state in sums.metrics.items()}
         own = {"logged": logged, "metrics": metrics}
+        if groups := {name: found for name, one in self._collections_in(trainer) if (found := _groups_of(one))}:
+            own["groups"] = groups
         return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if logged or metrics else {}
 
     def load(self, state: Any, trainer: pl.Trainer) -> None:
@@ -100,6 +102,7 @@ class EpochResults:
             own = parts[trainer.global_rank] or {"logged": {}, "metrics": {}}
             self._pending = dict(own["logged"])
             self._restore(own["metrics"], trainer)
+            self._group(own.get("groups", {}), trainer)
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
         self._warn_of_partial(parts, trainer, is_moved)
@@ -127,6 +130,14 @@ class EpochResults:
                 for state, value in from_plain(saved["states"]).items():
                     setattr(metric, state, _moved(value, metric.device))
                 metric._update_count = saved["count"]
+
+    def _group(self, groups: Mapping[str, Any], trainer: pl.Trainer) -> None:
+        # A collection compares the states of its metrics once, after their first update, and shares equal ones for
+        # good: also those that are equal by chance.
+        for name, collection in self._collections_in(trainer):
+            if sorted(key for group in groups.get(name, ()) for key in group) == sorted(collection.keys(True)):
+                collection._groups = {number: [*group] for number, group in enumerate(groups[name])}
+                collection._groups_checked = True
 
     def add(self, trainer: pl.Trainer) -> None:
         """Add what was summed up before the resume, once a value has been logged since."""
@@ -174,6 +185,10 @@ class EpochResults:
             self._metrics = {name: module for name, module in modules if _is_metric(module)}
         return self._metrics
 
+    def _collections_in(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
+        modules = trainer.lightning_module.named_modules()
+        return [(name, module) for name, module in modules if hasattr(type(module), "compute_groups")]
+
 
 class _Sums(NamedTuple):
     """Sums at a moment: of logged values with the number of samples; states of objects with their updates."""
@@ -192,8 +207,13 @@ def _copied(metric: Any, most: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def _is_metric(module: Any) -> bool:
-    """Whether it is a torchmetrics object, of which one that wraps others has no states itself."""
-    return callable(getattr(type(module), "compute", None)) and hasattr(type(module), "metric_state")
+    """Whether it is a torchmetrics object that is updated itself; of a MetricCollection each metric is."""
+    return hasattr(type(module), "metric_state") and hasattr(type(module), "update_called")
+
+
+def _groups_of(collection: Any) -> list[list[str]]:
+    """The metrics of a MetricCollection that share their states, once it has compared them."""
+    return [[*group] for group in collection._groups.values()] if collection._groups_checked else []
 
 
 def _plain(name: str, states: Any, count: int) -> dict[str, Any]:

@@ -40,7 +40,11 @@ _LOGGED = {
     "value": Either(None, float),
     "dtype?": str,
 }
-_OF_RANK = {"logged": {str: _LOGGED}, "metrics": {str: {"states": object, "count": COUNT}}}
+_OF_RANK = {
+    "logged": {str: _LOGGED},
+    "metrics": {str: {"states": object, "count": COUNT}},
+    "groups?": {str: [[str]]},
+}
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
     "averaged": bool,

@@ -23,11 +23,12 @@ from support.runs import (
     stopped,
     train,
 )
-from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric
+from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 from lightning_stateful.errors import StatefulWarning
 
-NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all")
+NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all", "low", "high", "f1", "some_a", "some_b")
 
 
 class Averages(LedgerModel):
@@ -36,6 +37,10 @@ class Averages(LedgerModel):
     def __init__(self) -> None:
         super().__init__()
         self.metric, self.all = MeanMetric(), CatMetric()
+        # After their first update all three have equal states, which torchmetrics then shares, right or wrong.
+        kinds = {"low": BinaryAccuracy(0.3), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.3)}
+        self.shared = MetricCollection(kinds)
+        self.unshared = MetricCollection({"a": MeanMetric(), "b": MeanMetric()}, prefix="some_", compute_groups=False)
         self.seen: list[dict[str, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -48,6 +53,10 @@ class Averages(LedgerModel):
         if batch_idx < 2:
             self.log("of_first", loss, on_step=False, on_epoch=True, reduce_fx="min", sync_dist=True)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.shared.update(torch.tensor([batch_idx / 11, 0.1]), torch.tensor([1, batch_idx % 2]))
+        self.unshared(loss.detach())
+        self.log_dict(self.shared, on_step=False, on_epoch=True)
+        self.log_dict(self.unshared, on_step=False, on_epoch=True)
         return loss
 
     def on_train_epoch_end(self) -> None:
