@@ -318,7 +318,7 @@ class StatefulDataCallback(pl.Callback):
     def _monitored(self, progress: LoopProgress) -> dict[str, float]:
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
-        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=progress.ended)
+        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_over=progress.plateau == "epoch")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from support.ddp_runs import on_ranks
 from support.ledger import LedgerModel
 from support.ranks import Ranks
@@ -120,6 +120,45 @@ def test_a_run_that_is_saved_after_max_steps_has_cut_the_epoch_goes_on_with_its_
     ended(tmp_path / "end.ckpt", run=run, max_steps=17)
     resumed, whole = run(ckpt_path=tmp_path / "end.ckpt", seed=99, max_epochs=3), run(max_epochs=3)
     assert_same_end(resumed, whole)
+
+
+class Late(Averages):
+    """Its learning rate follows what it, and a callback, log as an epoch ends."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3) for _ in range(2)]
+        return [optimizer], [{"scheduler": one, "monitor": name} for one, name in zip(plateaus, LATE, strict=True)]
+
+
+LATE = ("all", "of_callback")
+LATE_MOMENTS = [
+    ("on_train_batch_end", 0, 1),
+    ("on_train_batch_end", 0, 10),
+    ("on_validation_end", 0, 0),
+    ("on_train_epoch_end", 0, 0),
+    ("on_train_batch_end", 1, 10),
+]
+
+
+def run_late(make: Any = numbers_module, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
+    """With what an epoch's end logs, and a stop by the epoch before, which is all that a validation knows of."""
+
+    def log(trainer: Any, pl_module: Any) -> None:
+        pl_module.log("of_callback", -float(trainer.current_epoch))
+
+    early = EarlyStopping("mean_epoch", patience=1, check_on_train_epoch_end=False, strict=False, min_delta=1.0)
+    callbacks = [LambdaCallback(on_train_epoch_end=log), early, *callbacks]
+    found = train(make, callbacks=callbacks, model=seeded(Late, seed), **options)
+    plateaus: list[Any] = [config.scheduler for config in found.trainer.lr_scheduler_configs]
+    steps = [number for plateau in plateaus for number in (plateau.best, plateau.last_epoch)]
+    found.weights["late"] = torch.tensor([early.best_score, early.wait_count, early.stopped_epoch, *steps])
+    return found
+
+
+def test_what_is_monitored_is_what_is_logged_by_then(tmp_path: Path) -> None:
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, LATE_MOMENTS, run_late, max_epochs=4)
+    assert whole.current_epoch == 4 - 1
 
 
 class Large(Averages):
