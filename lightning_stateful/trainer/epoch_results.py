@@ -43,7 +43,7 @@ class EpochResults:
     def __init__(self) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}))
-        self._at_validation = _Sums({}, {})
+        self._at_validation = self._at_batch
         # Sums as the epoch ended, perhaps before all its batches, by max_steps: Lightning then forgets them.
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What is still to be added to what is logged.
@@ -59,7 +59,7 @@ class EpochResults:
 
     def note_validation(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a validation begins, which runs again where it is not over."""
-        self._at_validation = self._now(trainer, _MOST_SAVED)
+        self._at_validation = next_step(trainer), self._now(trainer, _MOST_SAVED)
 
     def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
         """The sums of all ranks in the running epoch, as plain data; empty between epochs.
@@ -72,7 +72,10 @@ class EpochResults:
         if self._at_end is not None and self._at_end[0] == (progress.epoch, progress.batch):
             _, sums = self._at_end
         elif at != (progress.epoch, progress.batch) or progress.ended:
-            sums = self._at_validation if trainer.validating else self._now(trainer, _MOST_SAVED)
+            at, sums = self._at_validation
+            if not trainer.validating or at != next_step(trainer):
+                # Another callback may save as a validation begins, before it is noted.
+                sums = self._now(trainer, _MOST_SAVED)
         results: Any = trainer.fit_loop.epoch_loop._results
         logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
         # What was loaded may not have been added yet.

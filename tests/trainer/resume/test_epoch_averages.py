@@ -15,7 +15,9 @@ from support.ranks import Ranks
 from support.runs import (
     Moment,
     Outcome,
+    SaveAt,
     assert_goes_on_from_every_moment,
+    assert_resumes,
     assert_same_end,
     ended,
     numbers_module,
@@ -114,6 +116,19 @@ def test_an_epochs_values_are_those_of_all_its_batches(
 ) -> None:
     moments = [moment for moment in moments if not options or moment[0] != "on_validation_start"]
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
+
+
+def test_a_callback_before_that_of_the_data_module_may_save_in_any_hook(tmp_path: Path) -> None:
+    hooks = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end")
+    saver = SaveAt(tmp_path, [(hook, 1, 1) for hook in hooks])
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 4}
+    run(callbacks=[LambdaCallback(**{hook: getattr(saver, hook) for hook in hooks})], **options)
+    whole = run(**options)
+    for number, hook in enumerate(hooks):
+        try:
+            assert_resumes(saver.path(number), saver.ledgers[number], run=run, whole=whole, **options)
+        except AssertionError as error:
+            raise AssertionError(hook) from error
 
 
 def test_a_run_that_is_saved_after_max_steps_has_cut_the_epoch_goes_on_with_its_sums(tmp_path: Path) -> None:
