@@ -282,7 +282,8 @@ def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
     restore_max_steps(trainer)
     if progress.running:
         announce_resumed_epoch(trainer, ended=progress.ended)
-        _count_fetched(trainer, progress.batch)
+        if progress.validate or not progress.ended:
+            _count_fetched(trainer, progress.batch)
     epoch_loop.reset()
     if not progress.validate:
         # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
