@@ -18,6 +18,7 @@ from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import next_step
+from lightning_stateful.trainer.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.trainer.other_callbacks import monitors
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -36,8 +37,9 @@ class EpochResults:
     """Keeps what a training epoch has summed up so far: logged values, and torchmetrics objects in the module.
 
     State:
-        Of each rank, logged values with the options of ``self.log``, and states of torchmetrics objects by name. Other
-        ranks show theirs through the store of the process group.
+        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, and states
+        of random generators of the module and of callbacks. Other ranks show theirs through the store of the process
+        group.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,7 @@ class EpochResults:
         # What is still to be added to what is logged.
         self._pending: Parts = {}
         self._metrics: dict[str, Any] | None = None
+        self.generators = ModelGenerators()
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep."""
@@ -62,12 +65,26 @@ class EpochResults:
         self._at_validation = next_step(trainer), self._now(trainer, _MOST_SAVED)
 
     def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
-        """The sums of all ranks in the running epoch, as plain data; empty between epochs.
+        """The sums of all ranks in the running epoch, none between epochs, and the states of generators, as plain data.
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """
-        if not progress.running:
-            return {}
+        sums = self._sums_at(trainer, progress) if progress.running else _Sums({}, {})
+        results: Any = trainer.fit_loop.epoch_loop._results
+        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
+        if progress.running:
+            # What was loaded may not have been added yet.
+            logged = _joined([self._pending, logged])
+        own: dict[str, Any] = {
+            "logged": logged,
+            "metrics": {name: _plain(name, *state) for name, state in sums.metrics.items()},
+            "groups": {name: found for name, one in self._collections_in(trainer) if (found := _groups_of(one))},
+            "generators": self.generators.state(trainer, progress),
+        }
+        own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
+        return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if any(own.values()) else {}
+
+    def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at, sums = self._at_batch
         if self._at_end is not None and self._at_end[0] == (progress.epoch, progress.batch):
             _, sums = self._at_end
@@ -76,15 +93,7 @@ class EpochResults:
             if not trainer.validating or at != next_step(trainer):
                 # Another callback may save as a validation begins, before it is noted.
                 sums = self._now(trainer, _MOST_SAVED)
-        results: Any = trainer.fit_loop.epoch_loop._results
-        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
-        # What was loaded may not have been added yet.
-        logged = _joined([self._pending, logged])
-        metrics = {name: _plain(name, *state) for name, state in sums.metrics.items()}
-        own = {"logged": logged, "metrics": metrics}
-        if groups := {name: found for name, one in self._collections_in(trainer) if (found := _groups_of(one))}:
-            own["groups"] = groups
-        return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if logged or metrics else {}
+        return sums
 
     def load(self, state: Any, trainer: pl.Trainer) -> None:
         """Take over what a state holds for this rank; on another number of ranks rank 0 gets the sums of all.
@@ -95,6 +104,8 @@ class EpochResults:
             DamagedStateError: It is not what :meth:`state` returns.
         """
         if not state:
+            if state is not None:
+                self.generators.put_back(trainer, {})
             return
         parts = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
@@ -106,8 +117,10 @@ class EpochResults:
             self._pending = dict(own["logged"])
             self._restore(own["metrics"], trainer)
             self._group(own.get("groups", {}), trainer)
+            self.generators.put_back(trainer, own.get("generators", {}))
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
+            warn_of_lost({place for part in known for place in part.get("generators", ())})
         self._warn_of_partial(parts, trainer, is_moved)
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:
@@ -151,6 +164,7 @@ class EpochResults:
         """Add all of it at the end of an epoch, and remember the sums of one that ends before all its batches."""
         self._add(trainer, at_end=True)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
+        self.generators.note_end(trainer)
 
     def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results

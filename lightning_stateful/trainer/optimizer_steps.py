@@ -40,7 +40,7 @@ def forget_steps(trainer: pl.Trainer) -> None:
         hook.remove()
 
 
-def step_schedulers(trainer: pl.Trainer) -> None:
+def _step_schedulers(trainer: pl.Trainer) -> None:
     """Let the schedulers take the step that follows a batch; those that monitor a metric are not among them."""
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -48,8 +48,13 @@ def step_schedulers(trainer: pl.Trainer) -> None:
         epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def step_plateau_schedulers(trainer: pl.Trainer, progress: LoopProgress) -> None:
-    """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
+def take_due_steps(trainer: pl.Trainer, progress: LoopProgress) -> None:
+    """Let schedulers take the step that was due when the checkpoint was written.
+
+    ReduceLROnPlateau takes it if what it monitors is known.
+    """
+    if progress.uncounted:
+        _step_schedulers(trainer)
     if not progress.plateau:
         return
     with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")), _unknown_metrics_allowed(trainer):

@@ -44,6 +44,7 @@ _OF_RANK = {
     "logged": {str: _LOGGED},
     "metrics": {str: {"states": object, "count": COUNT}},
     "groups?": {str: [[str]]},
+    "generators?": {str: object},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {

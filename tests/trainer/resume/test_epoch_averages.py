@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from support.ddp_runs import on_ranks
-from support.ledger import LedgerModel
+from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
 from support.runs import (
     Moment,
@@ -24,7 +27,10 @@ from support.runs import (
     seeded,
     stopped,
     train,
+    train_alone,
+    training,
 )
+from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
@@ -33,17 +39,38 @@ from lightning_stateful.errors import StatefulWarning
 NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all", "low", "high", "f1", "some_a", "some_b")
 
 
+class Noise(torch.nn.Module):
+    """Draws from generators of its own, of each kind, which nobody seeds; other ranks draw other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = 5 + int(os.environ.get("RANK", "0"))
+        self.generators = [torch.Generator().manual_seed(seed), np.random.default_rng(seed), random.Random(seed)]
+        self.old = np.random.RandomState(seed)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        of_torch, of_numpy, of_python = self.generators
+        drawn = torch.rand((), generator=of_torch) + of_numpy.random() + of_python.random() + self.old.rand()
+        return loss * (1 + drawn)
+
+
 class Averages(LedgerModel):
     """Logs an epoch's values in every way; its learning rate follows one of them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.noise = Noise()
         self.metric, self.all = MeanMetric(), CatMetric()
         # After their first update all three have equal states, which torchmetrics then shares, right or wrong.
         kinds = {"low": BinaryAccuracy(0.3), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.3)}
         self.shared = MetricCollection(kinds)
         self.unshared = MetricCollection({"a": MeanMetric(), "b": MeanMetric()}, prefix="some_", compute_groups=False)
         self.seen: list[dict[str, float]] = []
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss = super()._loss(batch)
+        is_windowed = self.trainer.accumulate_grad_batches > 1
+        return loss if is_windowed and not self.training else self.noise(loss)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -73,10 +100,14 @@ class Averages(LedgerModel):
 
 
 class Seen(pl.Callback):
-    """What is known at the end of every epoch."""
+    """What is known at the end of every epoch; and it changes batches, at random."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
+        self.random = random.Random(9)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch["x"] += self.random.random()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch:
@@ -209,7 +240,10 @@ def test_each_rank_goes_on_with_its_own_part_and_one_rank_with_all(ranks: Ranks)
     for whole, *resumed in of_ranks:
         for found in resumed:
             assert found == whole
-    with pytest.warns(StatefulWarning, match="Of all, metric the checkpoint does not hold"):
+    with (
+        pytest.warns(StatefulWarning, match="Of all, metric the checkpoint does not hold"),
+        pytest.warns(StatefulWarning, match=r"Averages\.noise\.generators\.0, .*Seen\.random could not be put back"),
+    ):
         alone = run(ckpt_path=ranks.folder_of(on_two) / "0.ckpt", max_epochs=2, callbacks=[EarlyStopping("metric")])
     state = torch.load(ranks.folder_of(on_two) / "0.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
     sums = [part["logged"]["training_step.sum"]["value"] for part in state["results"]["ranks"]]
@@ -223,3 +257,50 @@ def test_an_object_of_which_a_part_is_not_known_is_named(tmp_path: Path) -> None
     stopped(tmp_path / "x.ckpt", run=lambda *args, **options: train(*args, model=model, **options), **stop)
     with pytest.warns(StatefulWarning, match="Of confusion the checkpoint does not hold"):
         train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Large), max_epochs=2)
+
+
+class Forgets(LedgerModel):
+    """Makes a generator when it is first needed."""
+
+    noise: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.noise = self.noise or torch.Generator().manual_seed(2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_generator_that_a_resume_cannot_find_is_named(tmp_path: Path) -> None:
+    stopped(tmp_path / "x.ckpt", run=training(Forgets), batch=2)
+    with pytest.warns(StatefulWarning, match=r"Forgets\.noise could not be put back"):
+        train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Forgets), max_epochs=1)
+
+
+class Validates(LedgerModel):
+    """Draws from a generator in validations alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(2)
+
+    def on_validation_start(self) -> None:
+        torch.rand((), generator=self.noise)
+
+
+def test_a_generator_of_a_validation_that_a_window_leaves_out_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 3, "max_epochs": 1}
+    stopped(tmp_path / "x.ckpt", run=training(Validates), batch=6, **options)
+    with pytest.warns(StatefulWarning, match=r"Validates\.noise could not be put back"):
+        train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Validates), **options)
+
+
+def test_a_generator_of_the_data_is_none_of_the_module(tmp_path: Path) -> None:
+    """The position of the data says what it draws; put back, it would draw another order."""
+    model: Any = seeded()
+    model.order = torch.Generator().manual_seed(4)
+
+    def make() -> Any:
+        return DataLoader(Numbers(22), 2, sampler=RandomSampler(range(22), generator=model.order))
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, model=model, max_steps=15)
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
+    assert "generators" not in str(state["results"])
