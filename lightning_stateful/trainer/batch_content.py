@@ -203,9 +203,12 @@ class BatchContent:
         if is_same_batch(saved, once):
             return []
         if once != again:
-            rank_zero_info(
-                f"{name} has another content whenever it is read, so nobody can tell whether the data are those of the "
-                "checkpoint. Draw from torch's, NumPy's or Python's global generators in the dataset."
+            rank_zero_warn(
+                f"{name} has another content whenever it is read: the dataset draws from the system's entropy, or from "
+                "a generator that is out of reach. The resume is not exact, unless what is drawn does not matter, and "
+                "nobody can tell whether the data are those of the checkpoint. Draw from torch's, NumPy's or Python's "
+                "global generators in the dataset, or from generators that are its attributes.",
+                category=StatefulWarning,
             )
             return []
         return [(full, name, _shown(saved, once), _shown(once, saved))]

@@ -176,6 +176,7 @@ class StatefulDataCallback(pl.Callback):
         loop_progress.restore_max_steps(trainer)
         loop_progress.end_following(trainer)
         optimizer_steps.forget_steps(trainer)
+        self._results.generators.end_watching(trainer)
         self._signals.end()
         self.settings.ledger.close()
         if isinstance(self._phase, Resumed) and stage == "fit":
@@ -318,7 +319,7 @@ class StatefulDataCallback(pl.Callback):
     def _monitored(self, progress: LoopProgress) -> dict[str, float]:
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
-        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_ended=progress.ended)
+        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_over=progress.plateau == "epoch")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""
@@ -429,14 +430,13 @@ class StatefulDataCallback(pl.Callback):
             restore_metrics(trainer, self._phase.metrics)
             other_callbacks.unfreeze_again(trainer, self._phase.progress.epoch, begun=self._phase.progress.running)
             self._results.load(self._phase.results, trainer)
-            if self._phase.progress.uncounted:
-                optimizer_steps.step_schedulers(trainer)
-            optimizer_steps.step_plateau_schedulers(trainer, self._phase.progress)
+            optimizer_steps.take_due_steps(trainer, self._phase.progress)
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
         self._tokens.begin(trainer, self._loaders)
         optimizer_steps.watch_steps(trainer)
+        self._results.generators.watch(trainer)
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

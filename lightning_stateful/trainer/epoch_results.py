@@ -18,6 +18,7 @@ from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.trainer.loop_progress import next_step
+from lightning_stateful.trainer.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.trainer.other_callbacks import monitors
 from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -36,19 +37,21 @@ class EpochResults:
     """Keeps what a training epoch has summed up so far: logged values, and torchmetrics objects in the module.
 
     State:
-        Of each rank, logged values with the options of ``self.log``, and states of torchmetrics objects by name. Other
-        ranks show theirs through the store of the process group.
+        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, and states
+        of random generators of the module and of callbacks. Other ranks show theirs through the store of the process
+        group.
     """
 
     def __init__(self) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}))
-        self._at_validation = _Sums({}, {})
+        self._at_validation = self._at_batch
         # Sums as the epoch ended, perhaps before all its batches, by max_steps: Lightning then forgets them.
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What is still to be added to what is logged.
         self._pending: Parts = {}
         self._metrics: dict[str, Any] | None = None
+        self.generators = ModelGenerators()
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep."""
@@ -59,27 +62,38 @@ class EpochResults:
 
     def note_validation(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a validation begins, which runs again where it is not over."""
-        self._at_validation = self._now(trainer, _MOST_SAVED)
+        self._at_validation = next_step(trainer), self._now(trainer, _MOST_SAVED)
 
     def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
-        """The sums of all ranks in the running epoch, as plain data; empty between epochs.
+        """The sums of all ranks in the running epoch, none between epochs, and the states of generators, as plain data.
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """
-        if not progress.running:
-            return {}
+        sums = self._sums_at(trainer, progress) if progress.running else _Sums({}, {})
+        results: Any = trainer.fit_loop.epoch_loop._results
+        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
+        if progress.running:
+            # What was loaded may not have been added yet.
+            logged = _joined([self._pending, logged])
+        own: dict[str, Any] = {
+            "logged": logged,
+            "metrics": {name: _plain(name, *state) for name, state in sums.metrics.items()},
+            "groups": {name: found for name, one in self._collections_in(trainer) if (found := _groups_of(one))},
+            "generators": self.generators.state(trainer, progress),
+        }
+        own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
+        return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if any(own.values()) else {}
+
+    def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at, sums = self._at_batch
         if self._at_end is not None and self._at_end[0] == (progress.epoch, progress.batch):
             _, sums = self._at_end
         elif at != (progress.epoch, progress.batch) or progress.ended:
-            sums = self._at_validation if trainer.validating else self._now(trainer, _MOST_SAVED)
-        results: Any = trainer.fit_loop.epoch_loop._results
-        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
-        # What was loaded may not have been added yet.
-        logged = _joined([self._pending, logged])
-        metrics = {name: _plain(name, *state) for name, state in sums.metrics.items()}
-        own = {"logged": logged, "metrics": metrics}
-        return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if logged or metrics else {}
+            at, sums = self._at_validation
+            if not trainer.validating or at != next_step(trainer):
+                # Another callback may save as a validation begins, before it is noted.
+                sums = self._now(trainer, _MOST_SAVED)
+        return sums
 
     def load(self, state: Any, trainer: pl.Trainer) -> None:
         """Take over what a state holds for this rank; on another number of ranks rank 0 gets the sums of all.
@@ -90,6 +104,8 @@ class EpochResults:
             DamagedStateError: It is not what :meth:`state` returns.
         """
         if not state:
+            if state is not None:
+                self.generators.put_back(trainer, {})
             return
         parts = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
@@ -100,8 +116,11 @@ class EpochResults:
             own = parts[trainer.global_rank] or {"logged": {}, "metrics": {}}
             self._pending = dict(own["logged"])
             self._restore(own["metrics"], trainer)
+            self._group(own.get("groups", {}), trainer)
+            self.generators.put_back(trainer, own.get("generators", {}))
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
+            warn_of_lost({place for part in known for place in part.get("generators", ())})
         self._warn_of_partial(parts, trainer, is_moved)
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:
@@ -128,6 +147,14 @@ class EpochResults:
                     setattr(metric, state, _moved(value, metric.device))
                 metric._update_count = saved["count"]
 
+    def _group(self, groups: Mapping[str, Any], trainer: pl.Trainer) -> None:
+        # A collection compares the states of its metrics once, after their first update, and shares equal ones for
+        # good: also those that are equal by chance.
+        for name, collection in self._collections_in(trainer):
+            if sorted(key for group in groups.get(name, ()) for key in group) == sorted(collection.keys(True)):
+                collection._groups = {number: [*group] for number, group in enumerate(groups[name])}
+                collection._groups_checked = True
+
     def add(self, trainer: pl.Trainer) -> None:
         """Add what was summed up before the resume, once a value has been logged since."""
         if self._pending:
@@ -137,6 +164,7 @@ class EpochResults:
         """Add all of it at the end of an epoch, and remember the sums of one that ends before all its batches."""
         self._add(trainer, at_end=True)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
+        self.generators.note_end(trainer)
 
     def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results
@@ -174,6 +202,10 @@ class EpochResults:
             self._metrics = {name: module for name, module in modules if _is_metric(module)}
         return self._metrics
 
+    def _collections_in(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
+        modules = trainer.lightning_module.named_modules()
+        return [(name, module) for name, module in modules if hasattr(type(module), "compute_groups")]
+
 
 class _Sums(NamedTuple):
     """Sums at a moment: of logged values with the number of samples; states of objects with their updates."""
@@ -192,8 +224,13 @@ def _copied(metric: Any, most: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def _is_metric(module: Any) -> bool:
-    """Whether it is a torchmetrics object, of which one that wraps others has no states itself."""
-    return callable(getattr(type(module), "compute", None)) and hasattr(type(module), "metric_state")
+    """Whether it is a torchmetrics object that is updated itself; of a MetricCollection each metric is."""
+    return hasattr(type(module), "metric_state") and hasattr(type(module), "update_called")
+
+
+def _groups_of(collection: Any) -> list[list[str]]:
+    """The metrics of a MetricCollection that share their states, once it has compared them."""
+    return [[*group] for group in collection._groups.values()] if collection._groups_checked else []
 
 
 def _plain(name: str, states: Any, count: int) -> dict[str, Any]:

@@ -35,17 +35,20 @@ class BatchBegun:
         processed: Batches of the epoch that were processed.
         stepped: Lightning's count for its loggers.
         stopping: The run had been told to stop, and could not yet.
+        scheduled: How often each learning rate scheduler had stepped.
     """
 
     processed: int
     stepped: int
     stopping: bool
+    scheduled: tuple[Any, ...]
 
 
 def note_batch(trainer: pl.Trainer) -> BatchBegun:
     """Counters as a batch begins."""
     stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer, trainer.current_epoch))
+    scheduled = tuple(getattr(config.scheduler, "last_epoch", None) for config in trainer.lr_scheduler_configs)
+    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer, trainer.current_epoch), scheduled)
 
 
 def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:
@@ -62,6 +65,7 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
         max_batches = 0
     # Weights that have been trained on a batch hold it, wherever Lightning stands.
     uncounted = vars(epoch_loop).get(STEPPED_IN) == next_step(trainer, begun=True)
+    uncounted = uncounted or _schedulers_wait(trainer, begun)
     state = fit_loop.state_dict()
     progress = read_counters(count_step(state) if uncounted else state, max_batches=max_batches)
     in_batch_end = uncounted or _in_batch_end(trainer, begun)
@@ -289,7 +293,8 @@ def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
     restore_max_steps(trainer)
     if progress.running:
         announce_resumed_epoch(trainer, ended=progress.ended)
-        _count_fetched(trainer, progress.batch)
+        if progress.validate or not progress.ended:
+            _count_fetched(trainer, progress.batch)
     epoch_loop.reset()
     if not progress.validate:
         # A loop that still calls itself restarting skips or repeats a validation, steps schedulers and counts a
@@ -337,6 +342,25 @@ def _in_batch_end(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
     now = note_batch(trainer)
     uncounted = begun is not None and (now.processed, now.stepped) == (begun.processed + 1, begun.stepped)
     return uncounted or bool(current.processed > current.completed)
+
+
+def _schedulers_wait(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
+    """Whether an error within ``lr_scheduler_step`` kept schedulers from the step that follows the latest batch."""
+    scheduled: Any = trainer.fit_loop.epoch_loop.scheduler_progress.current
+    if begun is None or scheduled.ready == scheduled.completed:
+        return False
+    now = note_batch(trainer)
+    if now.processed != begun.processed + 1:
+        return False
+    has_stepped = [one != before for one, before in zip(now.scheduled, begun.scheduled, strict=True)]
+    if any(has_stepped) and not all(has_stepped):
+        rank_zero_warn(
+            f"A state is taken within lr_scheduler_step, after batch {begun.processed} of epoch "
+            f"{trainer.current_epoch}, when some learning rate schedulers have stepped and others have not. A resume from it steps none of them "
+            "for this batch. Resume from a checkpoint that was saved at the end of a batch.",
+            category=StatefulWarning,
+        )
+    return not any(has_stepped)
 
 
 def _in_epoch_end(trainer: pl.Trainer) -> bool:

@@ -6,6 +6,8 @@ there, may hold weights that were trained on the batch already.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,11 +35,12 @@ def forget_steps(trainer: pl.Trainer) -> None:
     """Undo :func:`watch_steps`."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     vars(epoch_loop).pop(STEPPED_IN, None)
+    vars(epoch_loop).pop("update_lr_schedulers", None)
     if (hook := vars(epoch_loop).pop("_step_hook", None)) is not None:
         hook.remove()
 
 
-def step_schedulers(trainer: pl.Trainer) -> None:
+def _step_schedulers(trainer: pl.Trainer) -> None:
     """Let the schedulers take the step that follows a batch; those that monitor a metric are not among them."""
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -45,25 +48,47 @@ def step_schedulers(trainer: pl.Trainer) -> None:
         epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def step_plateau_schedulers(trainer: pl.Trainer, progress: LoopProgress) -> None:
-    """Let ReduceLROnPlateau take the step that was due when the checkpoint was written, if its metric is known."""
-    if not progress.plateau or not _plateau_metrics_known(trainer):
+def take_due_steps(trainer: pl.Trainer, progress: LoopProgress) -> None:
+    """Let schedulers take the step that was due when the checkpoint was written.
+
+    ReduceLROnPlateau takes it if what it monitors is known.
+    """
+    if progress.uncounted:
+        _step_schedulers(trainer)
+    if not progress.plateau:
         return
-    with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")):
+    with epoch_set_to(trainer, progress.epoch - (progress.plateau == "epoch")), _unknown_metrics_allowed(trainer):
         trainer.fit_loop.epoch_loop.update_lr_schedulers(progress.plateau, update_plateau_schedulers=True)
 
 
 def end_resumed_epoch(trainer: pl.Trainer) -> None:
-    """Let the end of a resumed epoch be that of any other.
+    """Let the end of a resumed epoch be that of any other; to be called in ``on_train_epoch_end``.
 
     Lightning still calls itself restarting there if no batch was left, and leaves ReduceLROnPlateau out, because it
-    does not save metrics: if what the scheduler monitors is known, it steps.
+    does not save metrics. Here it steps, unless what it monitors has not been logged by the end of that hook.
     """
-    trainer.fit_loop.epoch_loop.restarting = False
-    if _plateau_metrics_known(trainer):
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop.restarting = False
+    if trainer.fit_loop._restarting:
         trainer.fit_loop._restarting = False
+        epoch_loop.update_lr_schedulers = partial(_update_once, trainer)
 
 
-def _plateau_metrics_known(trainer: pl.Trainer) -> bool:
-    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return all(monitor in trainer.callback_metrics for monitor in monitors)
+def _update_once(trainer: pl.Trainer, interval: str, update_plateau_schedulers: bool) -> None:
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    del epoch_loop.update_lr_schedulers
+    with _unknown_metrics_allowed(trainer):
+        epoch_loop.update_lr_schedulers(interval, update_plateau_schedulers)
+
+
+@contextmanager
+def _unknown_metrics_allowed(trainer: pl.Trainer) -> Iterator[None]:
+    """Let Lightning warn, and not fail, where a metric that a checkpoint does not hold is due for ReduceLROnPlateau."""
+    strict = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
+    for config in strict:
+        config.strict = False
+    try:
+        yield
+    finally:
+        for config in strict:
+            config.strict = True

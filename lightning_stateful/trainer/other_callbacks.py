@@ -158,26 +158,32 @@ def refuse_finders(trainer: pl.Trainer) -> None:
         )
 
 
-def monitored_metrics(trainer: pl.Trainer, *, epoch_ended: bool = False) -> dict[str, float]:
+def monitored_metrics(trainer: pl.Trainer, *, epoch_over: bool = False) -> dict[str, float]:
     """The latest values of what learning rate schedulers and callbacks monitor, as far as they are known.
 
     Args:
         trainer: The trainer.
-        epoch_ended: All batches of the running epoch are done, so that its averages can be known. Over several ranks
-            they would take a collective, which a state may not, and are left out.
+        epoch_over: The epoch's end hooks run, in which its averages are known. Those that would take a collective,
+            which a state may not, are left out.
     """
     known = dict(trainer._logger_connector._callback_metrics)
     results: Any = trainer.fit_loop.epoch_loop._results
     if trainer.training:
         # What this step has logged: read, not computed.
         known.update(results.metrics(True)["callback"])
-    if epoch_ended and trainer.world_size == 1:
+    unsynced = [one for _, one in results.valid_items() if trainer.world_size > 1 and _needs_other_ranks(one)]
+    if epoch_over and not unsynced:
         known.update(results.metrics(False)["callback"])
-    elif epoch_ended:
+    elif epoch_over:
         # Known are only those of an epoch before.
-        averaged = {metric.meta.name for _, metric in results.valid_items() if metric.meta.on_epoch}
-        known = {name: value for name, value in known.items() if name not in averaged}
+        left_out = {one.meta.name for one in unsynced}
+        known = {name: value for name, value in known.items() if name.removesuffix("_epoch") not in left_out}
     return {name: float(known[name]) for name in sorted(monitors(trainer)) if name in known}
+
+
+def _needs_other_ranks(result: Any) -> bool:
+    is_shared = result.meta.sync.should or not result.is_tensor
+    return bool(result.meta.on_epoch and is_shared and result._computed is None)
 
 
 def monitors(trainer: pl.Trainer) -> set[str]:

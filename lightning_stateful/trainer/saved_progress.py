@@ -41,7 +41,12 @@ _LOGGED = {
     "value": Either(None, float),
     "dtype?": str,
 }
-_OF_RANK = {"logged": {str: _LOGGED}, "metrics": {str: {"states": object, "count": COUNT}}}
+_OF_RANK = {
+    "logged": {str: _LOGGED},
+    "metrics": {str: {"states": object, "count": COUNT}},
+    "groups?": {str: [[str]]},
+    "generators?": {str: object},
+}
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
     "averaged": bool,
@@ -85,8 +90,8 @@ class LoopProgress:
         validated: The batch of the running epoch after which a validation was run last, where that batch is trained on
             again because its accumulation window was open; else 0. That validation is not run again.
         stopping: The run has been told to stop, and waits for ``min_epochs`` or ``min_steps``.
-        uncounted: The optimizer has taken the step of the latest batch, and Lightning has not counted it; nor have
-            schedulers stepped.
+        uncounted: The optimizer has taken the step of the latest batch, and schedulers have not; Lightning may not have
+            counted it.
     """
 
     epoch: int = 0

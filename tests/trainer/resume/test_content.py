@@ -13,7 +13,7 @@ from support.ledger import LedgerModel, Numbers
 from support.runs import numbers_module, stopped, train, train_alone
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 
 class Hidden(Dataset[dict[str, torch.Tensor]]):
@@ -75,9 +75,7 @@ def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(tmp_path: Pa
     assert all(torch.equal(value, without.weights[name]) for name, value in with_check.weights.items())
 
 
-def test_content_that_differs_whenever_it_is_read_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -> None:
     class Entropic(Hidden):
         """Draws what nobody can seed."""
 
@@ -87,9 +85,8 @@ def test_content_that_differs_whenever_it_is_read_is_left_alone(
 
     path = tmp_path / "stop.ckpt"
     stopped(path, lambda: module(Entropic(), num_workers=1), batch=3)
-    caplog.set_level("INFO", logger="lightning.pytorch")
-    train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
-    assert caplog.text.count("Batch 0 of epoch 0 has another content whenever it is read") == 1
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 0 has another content whenever it is read"):
+        train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
 
 
 def test_a_dataset_that_is_told_the_epoch_is_compared_in_the_same_epoch_alone(tmp_path: Path) -> None:

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from support.ddp_runs import on_ranks
-from support.ledger import LedgerModel
+from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
 from support.runs import (
     Moment,
     Outcome,
+    SaveAt,
     assert_goes_on_from_every_moment,
+    assert_resumes,
     assert_same_end,
     ended,
     numbers_module,
     seeded,
     stopped,
     train,
+    train_alone,
+    training,
 )
-from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric
+from torch.utils.data import DataLoader, RandomSampler
+from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 from lightning_stateful.errors import StatefulWarning
 
-NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all")
+NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all", "low", "high", "f1", "some_a", "some_b")
+
+
+class Noise(torch.nn.Module):
+    """Draws from generators of its own, of each kind, which nobody seeds; other ranks draw other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = 5 + int(os.environ.get("RANK", "0"))
+        self.generators = [torch.Generator().manual_seed(seed), np.random.default_rng(seed), random.Random(seed)]
+        self.old = np.random.RandomState(seed)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        of_torch, of_numpy, of_python = self.generators
+        drawn = torch.rand((), generator=of_torch) + of_numpy.random() + of_python.random() + self.old.rand()
+        return loss * (1 + drawn)
 
 
 class Averages(LedgerModel):
@@ -35,8 +59,18 @@ class Averages(LedgerModel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.noise = Noise()
         self.metric, self.all = MeanMetric(), CatMetric()
+        # After their first update all three have equal states, which torchmetrics then shares, right or wrong.
+        kinds = {"low": BinaryAccuracy(0.3), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.3)}
+        self.shared = MetricCollection(kinds)
+        self.unshared = MetricCollection({"a": MeanMetric(), "b": MeanMetric()}, prefix="some_", compute_groups=False)
         self.seen: list[dict[str, float]] = []
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss = super()._loss(batch)
+        is_windowed = self.trainer.accumulate_grad_batches > 1
+        return loss if is_windowed and not self.training else self.noise(loss)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -48,6 +82,10 @@ class Averages(LedgerModel):
         if batch_idx < 2:
             self.log("of_first", loss, on_step=False, on_epoch=True, reduce_fx="min", sync_dist=True)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.shared.update(torch.tensor([batch_idx / 11, 0.1]), torch.tensor([1, batch_idx % 2]))
+        self.unshared(loss.detach())
+        self.log_dict(self.shared, on_step=False, on_epoch=True)
+        self.log_dict(self.unshared, on_step=False, on_epoch=True)
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -62,10 +100,14 @@ class Averages(LedgerModel):
 
 
 class Seen(pl.Callback):
-    """What is known at the end of every epoch."""
+    """What is known at the end of every epoch; and it changes batches, at random."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
+        self.random = random.Random(9)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        batch["x"] += self.random.random()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch:
@@ -107,10 +149,62 @@ def test_an_epochs_values_are_those_of_all_its_batches(
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
 
 
+def test_a_callback_before_that_of_the_data_module_may_save_in_any_hook(tmp_path: Path) -> None:
+    hooks = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end")
+    saver = SaveAt(tmp_path, [(hook, 1, 1) for hook in hooks])
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 4}
+    run(callbacks=[LambdaCallback(**{hook: getattr(saver, hook) for hook in hooks})], **options)
+    whole = run(**options)
+    for number, hook in enumerate(hooks):
+        try:
+            assert_resumes(saver.path(number), saver.ledgers[number], run=run, whole=whole, **options)
+        except AssertionError as error:
+            raise AssertionError(hook) from error
+
+
 def test_a_run_that_is_saved_after_max_steps_has_cut_the_epoch_goes_on_with_its_sums(tmp_path: Path) -> None:
     ended(tmp_path / "end.ckpt", run=run, max_steps=17)
     resumed, whole = run(ckpt_path=tmp_path / "end.ckpt", seed=99, max_epochs=3), run(max_epochs=3)
     assert_same_end(resumed, whole)
+
+
+class Late(Averages):
+    """Its learning rate follows what it, and a callback, log as an epoch ends."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3) for _ in range(2)]
+        return [optimizer], [{"scheduler": one, "monitor": name} for one, name in zip(plateaus, LATE, strict=True)]
+
+
+LATE = ("all", "of_callback")
+LATE_MOMENTS = [
+    ("on_train_batch_end", 0, 1),
+    ("on_train_batch_end", 0, 10),
+    ("on_validation_end", 0, 0),
+    ("on_train_epoch_end", 0, 0),
+    ("on_train_batch_end", 1, 10),
+]
+
+
+def run_late(make: Any = numbers_module, *, callbacks: Any = (), seed: int = 1, **options: Any) -> Outcome:
+    """With what an epoch's end logs, and a stop by the epoch before, which is all that a validation knows of."""
+
+    def log(trainer: Any, pl_module: Any) -> None:
+        pl_module.log("of_callback", -float(trainer.current_epoch))
+
+    early = EarlyStopping("mean_epoch", patience=1, check_on_train_epoch_end=False, strict=False, min_delta=1.0)
+    callbacks = [LambdaCallback(on_train_epoch_end=log), early, *callbacks]
+    found = train(make, callbacks=callbacks, model=seeded(Late, seed), **options)
+    plateaus: list[Any] = [config.scheduler for config in found.trainer.lr_scheduler_configs]
+    steps = [number for plateau in plateaus for number in (plateau.best, plateau.last_epoch)]
+    found.weights["late"] = torch.tensor([early.best_score, early.wait_count, early.stopped_epoch, *steps])
+    return found
+
+
+def test_what_is_monitored_is_what_is_logged_by_then(tmp_path: Path) -> None:
+    whole = assert_goes_on_from_every_moment(tmp_path, numbers_module, LATE_MOMENTS, run_late, max_epochs=4)
+    assert whole.current_epoch == 4 - 1
 
 
 class Large(Averages):
@@ -146,7 +240,10 @@ def test_each_rank_goes_on_with_its_own_part_and_one_rank_with_all(ranks: Ranks)
     for whole, *resumed in of_ranks:
         for found in resumed:
             assert found == whole
-    with pytest.warns(StatefulWarning, match="Of all, metric the checkpoint does not hold"):
+    with (
+        pytest.warns(StatefulWarning, match="Of all, metric the checkpoint does not hold"),
+        pytest.warns(StatefulWarning, match=r"Averages\.noise\.generators\.0, .*Seen\.random could not be put back"),
+    ):
         alone = run(ckpt_path=ranks.folder_of(on_two) / "0.ckpt", max_epochs=2, callbacks=[EarlyStopping("metric")])
     state = torch.load(ranks.folder_of(on_two) / "0.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
     sums = [part["logged"]["training_step.sum"]["value"] for part in state["results"]["ranks"]]
@@ -160,3 +257,50 @@ def test_an_object_of_which_a_part_is_not_known_is_named(tmp_path: Path) -> None
     stopped(tmp_path / "x.ckpt", run=lambda *args, **options: train(*args, model=model, **options), **stop)
     with pytest.warns(StatefulWarning, match="Of confusion the checkpoint does not hold"):
         train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Large), max_epochs=2)
+
+
+class Forgets(LedgerModel):
+    """Makes a generator when it is first needed."""
+
+    noise: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.noise = self.noise or torch.Generator().manual_seed(2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_generator_that_a_resume_cannot_find_is_named(tmp_path: Path) -> None:
+    stopped(tmp_path / "x.ckpt", run=training(Forgets), batch=2)
+    with pytest.warns(StatefulWarning, match=r"Forgets\.noise could not be put back"):
+        train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Forgets), max_epochs=1)
+
+
+class Validates(LedgerModel):
+    """Draws from a generator in validations alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(2)
+
+    def on_validation_start(self) -> None:
+        torch.rand((), generator=self.noise)
+
+
+def test_a_generator_of_a_validation_that_a_window_leaves_out_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 3, "max_epochs": 1}
+    stopped(tmp_path / "x.ckpt", run=training(Validates), batch=6, **options)
+    with pytest.warns(StatefulWarning, match=r"Validates\.noise could not be put back"):
+        train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Validates), **options)
+
+
+def test_a_generator_of_the_data_is_none_of_the_module(tmp_path: Path) -> None:
+    """The position of the data says what it draws; put back, it would draw another order."""
+    model: Any = seeded()
+    model.order = torch.Generator().manual_seed(4)
+
+    def make() -> Any:
+        return DataLoader(Numbers(22), 2, sampler=RandomSampler(range(22), generator=model.order))
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, model=model, max_steps=15)
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
+    assert "generators" not in str(state["results"])

@@ -92,7 +92,19 @@ class FailsAfterStep(LedgerModel):
             raise RuntimeError("NaN")
 
 
+class FailsInScheduler(LedgerModel):
+    """Fails before its scheduler takes the step that follows the same batch."""
+
+    fail_at = 14
+
+    def lr_scheduler_step(self, *args: Any) -> None:
+        if self.global_step == self.fail_at + 1:
+            raise RuntimeError("NaN")
+        super().lr_scheduler_step(*args)
+
+
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=.*:UserWarning")
+@pytest.mark.parametrize("kind", [FailsAfterStep, FailsInScheduler])
 @pytest.mark.parametrize(
     ("step", "options"),
     [
@@ -104,9 +116,9 @@ class FailsAfterStep(LedgerModel):
     ids=str,
 )
 def test_a_batch_whose_step_is_taken_is_not_trained_on_twice(
-    tmp_path: Path, step: int, options: dict[str, Any]
+    tmp_path: Path, step: int, options: dict[str, Any], kind: Any
 ) -> None:
-    model = seeded(FailsAfterStep)
+    model = seeded(kind)
     model.fail_at = step
     with pytest.raises(RuntimeError, match="NaN"):
         train(model=model, callbacks=[OnExceptionCheckpoint(tmp_path, filename="stop")], **options)

@@ -221,39 +221,31 @@ class IterModel(LedgerModel):
 
     def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
         for _ in range(self.takes):
-            batch, _, _ = next(dataloader_iter)
+            batch, batch_idx, _ = next(dataloader_iter)
         loss = self._loss(batch)
-        self.ledger.append(("train", self.current_epoch, self.global_step, self._ids(batch)))
+        self.ledger.append(("train", self.current_epoch, batch_idx, self.global_step, self._ids(batch)))
         return loss
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
-def test_30_steps_that_fetch_by_themselves_resume_exactly(tmp_path: Path) -> None:
-    moments = [*WITHIN, ("on_train_epoch_end", 0, 0)]
-    assert_goes_on_from_every_moment(
-        tmp_path, lambda: numbers_module(val=None), moments, training(IterModel), served_again=0
-    )
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")
-def test_30_hooks_of_a_resumed_epoch_count_on(tmp_path: Path) -> None:
+def test_30_steps_that_fetch_by_themselves_resume_exactly_and_hooks_count_on(tmp_path: Path) -> None:
     counted: list[tuple[str, int, int]] = []
 
     def note(name: str) -> Any:
         return lambda trainer, module, *args: counted.append((name, trainer.current_epoch, args[-1]))
 
-    def make() -> Any:
-        return numbers_module(val=None)
-
     hooks: Any = {name: note(name) for name in ("on_train_batch_start", "on_train_batch_end")}
-    run = training(IterModel, lambda: [LambdaCallback(**hooks)])
-    run(make)
-    whole = counted.copy()
-    counted.clear()
-    stopped(tmp_path / "stop.ckpt", make, batch=2, run=run)
-    assert counted[-1] == ("on_train_batch_end", 0, 2)
-    run(make, ckpt_path=tmp_path / "stop.ckpt")
-    assert counted == whole
+
+    def run(*args: Any, **options: Any) -> Any:
+        counted.clear()
+        found = training(IterModel, lambda: [LambdaCallback(**hooks)])(*args, **options)
+        # Compared as the weights are, from where the last epoch begins.
+        found.weights["counted"] = torch.tensor([number for _, epoch, number in counted if epoch == 2])
+        return found
+
+    moments = [*WITHIN, ("on_train_epoch_end", 0, 0), ("on_validation_start", 1, 0), ("on_validation_end", 1, 0)]
+    moments += [("on_train_batch_end", 1, 10), ("on_train_batch_end", 0, 2)]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
 
 
 def test_a_progress_bar_knows_the_total_of_a_resumed_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

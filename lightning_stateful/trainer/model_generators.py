@@ -1,0 +1,191 @@
+"""Random generators that a LightningModule, its submodules or callbacks hold, whose states a checkpoint keeps.
+
+They are never seeded: a run that nobody stops draws from them what it would draw without this package. A checkpoint
+holds their states, and a resume puts them back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.attributes import PLAIN
+from lightning_stateful.samplers.generator_states import identity_of
+from lightning_stateful.samplers.held_generators import parts_of, parts_of_class
+from lightning_stateful.samplers.rng import get_generator_state, set_generator_state
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.trainer.loop_progress import next_step
+from lightning_stateful.trainer.saved_progress import LoopProgress
+
+_MOST_OBJECTS, _MOST_DEEP = 20_000, 24
+# Parts of a loader whose generators follow from the position of the data.
+_OF_LOADERS = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
+_CONTAINERS = (dict, list, tuple, set)
+
+
+def generators_in(trainer: pl.Trainer) -> dict[str, Any]:
+    """The generators that the module and the callbacks hold, by place, as ``Model.augment.generator``.
+
+    They are looked for as those of a dataset are (:class:`~lightning_stateful.samplers.held_generators.HeldGenerators`)
+    and no property or method is called. Those of the process, of data modules and of training data are left out.
+    """
+    roots: dict[str, Any] = {}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for root in (trainer.lightning_module, *callbacks):
+        name = type(root).__qualname__.rpartition(".")[2]
+        if not type(root).__module__.startswith("lightning_stateful."):
+            number = sum(one.partition("#")[0] == name for one in roots)
+            roots[f"{name}#{number + 1}" if number else name] = root
+    found = _reachable(roots, (Dataset, pl.LightningDataModule))
+    if found and (combined := trainer.fit_loop._combined_loader) is not None:
+        of_data = [getattr(loader, name, None) for loader in combined.flattened for name in _OF_LOADERS]
+        of_data += [getattr(part, "__dict__", None) for part in of_data]
+        left = _reachable({str(number): part for number, part in enumerate(of_data)}, ())
+        found = {identity: one for identity, one in found.items() if identity not in left}
+    return dict(found.values())
+
+
+class ModelGenerators:
+    """Reads the states of these generators where a resume goes on, and puts them back."""
+
+    def __init__(self) -> None:
+        self._generators: dict[str, Any] | None = None
+        nowhere: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
+        # States before the latest batch was fetched, or the first of a window; before a validation; and at an end.
+        self._before_batch = self._before_validation = self._at_end = nowhere
+        # Those that the latest validation has drawn from.
+        self._validated: set[str] = set()
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Note the states from now on before a batch is fetched and a validation begins: ahead of all hooks."""
+        self.end_watching(trainer)
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        epoch_loop._on_before_fetch = partial(self._before_fetch, trainer, epoch_loop._on_before_fetch)
+        epoch_loop.val_loop.reset = partial(self._before_reset, trainer, epoch_loop.val_loop.reset)
+
+    def end_watching(self, trainer: pl.Trainer) -> None:
+        """Undo :meth:`watch`."""
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        vars(epoch_loop).pop("_on_before_fetch", None)
+        vars(epoch_loop.val_loop).pop("reset", None)
+
+    def _before_fetch(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
+        epoch, batch = next_step(trainer)
+        self._note_drawn(trainer)
+        if batch == 0:
+            # They may have been replaced.
+            self._generators = None
+        if batch % trainer.accumulate_grad_batches == 0:
+            self._before_batch = (epoch, batch), self._states(trainer)
+        original()
+
+    def _before_reset(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
+        self._before_validation = next_step(trainer), self._states(trainer)
+        original()
+
+    def _note_drawn(self, trainer: pl.Trainer) -> None:
+        at, before = self._before_validation
+        if at == next_step(trainer) and before:
+            now = _plain(self._states(trainer))
+            self._validated = {place for place, state in _plain(before).items() if now.get(place) != state}
+
+    def note_end(self, trainer: pl.Trainer) -> None:
+        """Remember the states at the end of an epoch, perhaps one that ends before all its batches."""
+        self._at_end = next_step(trainer, begun=True), self._states(trainer)
+
+    def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
+        """The states with which a run goes on from ``progress``, as plain data by place."""
+        self._generators = None
+        states = self._states(trainer)
+        if progress.running:
+            at = progress.epoch, progress.batch
+            noted = [self._at_end] if progress.ended else [self._at_end, self._before_batch]
+            found = [earlier for step, earlier in noted if step == at]
+            if trainer.validating and progress.validate and self._before_validation[0] == next_step(trainer):
+                found.append(self._before_validation[1])
+            states = {**states, **found[0]} if found else states
+        if progress.validated:
+            # The window is trained on again without its validation: they cannot come to where they were.
+            self._note_drawn(trainer)
+            states = {place: state for place, state in states.items() if place not in self._validated}
+        return _plain(states)
+
+    def put_back(self, trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
+        """Put the generators back to saved states.
+
+        Warns:
+            StatefulWarning: One has no saved state, or is not there, or is of another kind by now.
+        """
+        generators = generators_in(trainer)
+        unlike = generators.keys() ^ saved.keys()
+        for place in generators.keys() & saved.keys():
+            try:
+                set_generator_state(generators[place], from_plain(saved[place]))
+            except (TypeError, ValueError, RuntimeError, KeyError):
+                unlike.add(place)
+        warn_of_lost(unlike)
+
+    def _states(self, trainer: pl.Trainer) -> dict[str, Any]:
+        if self._generators is None:
+            self._generators = generators_in(trainer)
+        return {place: get_generator_state(generator) for place, generator in self._generators.items()}
+
+
+def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {place: to_plain(state, place, "generator") for place, state in states.items()}
+
+
+def warn_of_lost(places: Collection[str]) -> None:
+    """Warn of generators that a resume does not put back."""
+    if places:
+        warnings.warn(
+            f"Of random generators of the module or of callbacks, {', '.join(sorted(places))} could not be put back to "
+            "where the checkpoint was written: on this rank the checkpoint or this run lacks it, or it is of another "
+            "kind, or the number of ranks is another, or a validation in an open accumulation window has drawn from "
+            "it. What is drawn from it does not go on exactly. Make it in __init__, and save between windows.",
+            category=StatefulWarning,
+            stacklevel=2,
+        )
+
+
+def _reachable(roots: Mapping[str, Any], left_out: tuple[type, ...]) -> dict[int, tuple[str, Any]]:
+    """Place and generator by identity; of several places of one, the nearest."""
+    found: dict[int, tuple[str, Any]] = {}
+    # Kept, so that no other object gets their number.
+    seen: dict[int, Any] = {}
+    queue: deque[tuple[str, int, Any]] = deque((name, 0, root) for name, root in roots.items())
+    while queue and len(seen) < _MOST_OBJECTS:
+        place, depth, value = queue.popleft()
+        identity = identity_of(value)
+        if identity is not None:
+            if identity or _is_of_device(value):
+                found.setdefault(identity or id(value), (place, value))
+        elif id(value) not in seen and depth < _MOST_DEEP and not isinstance(value, left_out):
+            parts = parts_of(value) or []
+            if parts and id(type(value)) not in seen:
+                parts = parts + parts_of_class(type(value))
+            seen |= {id(value): value, id(type(value)): type(value)}
+            named = [(name, part) for name, _, _, part in parts if not _is_plain(part)]
+            # As the user writes it.
+            queue.extend((place if name == "_modules" else f"{place}.{name}", depth + 1, part) for name, part in named)
+    return found
+
+
+def _is_of_device(value: Any) -> bool:
+    """Whether it is a generator of a device that is not the device's own."""
+    if type(value) is not torch.Generator or value.device.type == "cpu":
+        return False
+    own: Iterable[Any] = getattr(getattr(torch, value.device.type, None), "default_generators", ())
+    return all(value is not one for one in own)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (isinstance(value, _CONTAINERS) and not value)
