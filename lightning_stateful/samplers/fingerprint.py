@@ -181,7 +181,7 @@ def digest(item: object, before: str = "") -> str:
     these it is only the type; see :func:`types_not_compared`.
     """
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
-    _feed(hashed, item, 0, _Reading())
+    _feed(hashed, item, 0, None)
     return hashed.hexdigest()
 
 
@@ -207,7 +207,7 @@ class _Reading:
     left: int = 0
 
 
-def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) -> None:
+def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading | None) -> None:
     if isinstance(item, (int, np.integer)):
         hashed.update(b"i%d;" % int(item))
     elif isinstance(item, (str, bytes, float, type(None))):
@@ -226,7 +226,8 @@ def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) 
     elif (text := _value_as_text(item)) is not None:
         hashed.update(f"{type(item).__qualname__} {text};".encode())
     elif isinstance(item, (set, frozenset)) and depth < _DEPTH:
-        reading.unseen += (name for part in item for name in types_not_compared(part))
+        if reading is not None:
+            reading.unseen += (name for part in item for name in types_not_compared(part))
         # The order of strings in a set is another one in every process.
         hashed.update(f"{{{sorted(map(digest, item))}".encode())
     elif isinstance(item, Iterable) and isinstance(item, Sized) and depth < _DEPTH:
@@ -237,7 +238,7 @@ def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) 
         _feed_object(hashed, item, depth, reading)
 
 
-def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading) -> None:
+def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading | None) -> None:
     hashed.update(type(item).__qualname__.encode())
     if isinstance(item, slice):
         held: Mapping[str, Any] = {"start": item.start, "stop": item.stop, "step": item.step}
@@ -251,6 +252,7 @@ def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Re
     else:
         held = _fields_of(item)
     # Datasets and models that an item leads to are no part of its value.
+    reading = reading or _Reading()
     if id(item) in reading.around:
         return
     reading.left = reading.left - 1 if reading.around else _MOST_OBJECTS
