@@ -43,6 +43,7 @@ _TEXTS, _UNKNOWN = 16, 17
 _SKIPPED = 32
 # In place of a number of parts: the batch before was begun, and not trained on.
 _TAKEN_BACK = 255
+_RESUMED = {"start": str, "epoch": int, "batch": int}
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -253,12 +254,27 @@ def read_header(path: Path) -> FileHeader:
         given = json.loads(first)
         version = given.pop("version")
         header = FileHeader(**{**given, "begins": tuple(given["begins"])})
+        _check(header)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
     if version not in _READABLE:
         known = " and ".join(map(str, _READABLE))
         raise StateVersionError(f"{path} is of version {version!r} of the ledger; this package reads {known}.")
     return header
+
+
+def _check(header: FileHeader) -> None:
+    """Refuse values of other types than are written.
+
+    Raises:
+        ValueError: One is.
+    """
+    resumed, begins = header.resumed, [type(number) for number in header.begins]
+    is_resumed = resumed is None or {name: type(of) for name, of in resumed.items()} == _RESUMED
+    is_read = isinstance(header.loaders, dict) and all(isinstance(of, dict) for of in header.loaders.values())
+    numbers = type(header.rank), type(header.num_replicas), type(header.start), *begins
+    if not (is_resumed and is_read and numbers == (int, int, str, int, int)):
+        raise ValueError(header)
 
 
 def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:

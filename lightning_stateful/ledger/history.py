@@ -165,9 +165,13 @@ class Ledger:
                 "first start went on from a checkpoint of a run without a ledger."
             )
         for path in self.rows:
+            of = f" of loader {path!r}" if path else ""
             if why := self._why_not_compared(path):
-                of = f" of loader {path!r}" if path else ""
                 said.append(f"Whether items{of} came twice or never is not known: {why}.")
+            elif number := self._num_counted(path):
+                said.append(f"Of {_of(number, 'batch')}{of} not all items are known: nothing is said of them.")
+            elif why := self._why_not_complete(path):
+                said.append(f"Whether items{of} never came was not asked: {why}.")
         if self._others:
             said.append(f"{_of(len(self._others), 'other start')} of this folder did not lead to the last one here.")
         return said
@@ -240,10 +244,29 @@ class Ledger:
         return "\n".join([*lines, *self.notes(), *self.verdict()])
 
     def verdict(self) -> list[str]:
-        """A sentence that all is right, if that is known."""
-        if self.findings() or any(map(self._why_not_compared, self.rows)):
+        """A sentence that all is right, as far as that is known."""
+        if self.findings() or any(self._why_not_compared(path) or self._num_counted(path) for path in self.rows):
             return []
-        return ["Nothing was trained on twice, and nothing was left out."]
+        is_complete = not self._lacks_beginning and not any(map(self._why_not_complete, self.rows))
+        return [f"Nothing was trained on twice{', and nothing was left out' if is_complete else ''}."]
+
+    @property
+    def _lacks_beginning(self) -> bool:
+        header = self.starts[0].header
+        return header.resumed is not None or header.begins > (0, 0)
+
+    def _num_counted(self, path: str) -> int:
+        """Batches of which all items, or some, are not known."""
+        return sum(len(row.items) < max(row.number, 1) for rows in self.rows[path].values() for row in rows)
+
+    def _why_not_complete(self, path: str) -> str:
+        """The reason why nobody can tell whether something never came; empty for none."""
+        loader = self.starts[-1].header.loaders[path]
+        if loader.get("length") is not None:
+            return ""
+        if "shards" in loader:
+            return "how many samples a shard has is not known"
+        return "that is known of the indices of a single loader alone, without limits and drop_last"
 
     def _note(self, number: int, rank: int, batch: Batch) -> None:
         if not batch.parts:
@@ -272,6 +295,9 @@ class Ledger:
     def _without_tail(self, path: str, at: Pass) -> list[Row]:
         """The rows of a pass without its last step, in which ranks may repeat items to make it whole."""
         rows = self.rows[path][at]
+        if "shards" in self.starts[-1].header.loaders[path] or max(row.rank for row in rows) == 0:
+            # Ranks of a stream, and one alone, repeat nothing.
+            return rows
         last = max((row.start, row.epoch, row.batch) for row in rows)
         return [row for row in rows if (row.start, row.epoch, row.batch) != last or not self._is_over(path, at)]
 

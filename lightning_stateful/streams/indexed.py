@@ -47,11 +47,15 @@ class IndexedShards(Shards):
 
     def node(self, shard: int, epoch: int) -> BaseNode[Any]:
         """The samples of a shard in an epoch."""
+        return IndexedNode(self._dataset, self.indices_in(shard, epoch))
+
+    def indices_in(self, shard: int, epoch: int) -> list[int]:
+        """The indices of a shard's samples in an epoch."""
         indices = np.arange(shard * self._size, min((shard + 1) * self._size, self._length))
         if self._shuffle:
             key = derive_seed("indexed", seed_or_default(self._seed), epoch)
             indices = KeyedPermutation(self._length, key).take(indices)
-        return IndexedNode(self._dataset, indices.tolist())
+        return indices.tolist()  # type: ignore[no-any-return]  # a list of int
 
     def name(self, shard: int) -> str:
         """The number of a shard."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
@@ -72,6 +72,10 @@ class Shards(ABC):
 
     def sizes(self) -> list[int] | None:
         """Samples of each shard, where that is known without reading."""
+        return None
+
+    def indices_in(self, shard: int, epoch: int) -> Sequence[int] | None:
+        """The indices of a shard's samples in the data, where these have an index; None for other data."""
         return None
 
     def seeded(self, seed: int) -> Shards:

@@ -129,8 +129,7 @@ class ShardReader(StreamNode[Any]):
             except Exception as error:
                 failure = error
             if self._numbering is not None:
-                count = len(samples) - before
-                numbers = self._numbering.numbers(self._epoch, self._numbers[self._at], self._item, count)
+                numbers = self._numbers_of(self._numbering, len(samples) - before)
                 samples[before:] = map(Numbered, zip(samples[before:], zip(numbers), strict=True))
             self._item += len(samples) - before
             if failure is not None:
@@ -172,6 +171,13 @@ class ShardReader(StreamNode[Any]):
             return "the end of its shards"
         return f"{self._name()}, at its sample {self._item}"
 
+    def _numbers_of(self, numbering: Numbering, count: int) -> Iterable[int]:
+        """The numbers of the next samples of the present shard; of data with an index by that, as of one shard."""
+        if self._indices is None:
+            return numbering.numbers(self._epoch, self._numbers[self._at], self._item, count)
+        indices = self._indices[self._item : self._item + count]
+        return [numbering.numbers(self._epoch, 0, index, 1)[0] for index in indices]
+
     def _open(self) -> None:
         """Open a shard where its state was taken, and leave out what was given since."""
         number = self._numbers[self._at]
@@ -185,6 +191,7 @@ class ShardReader(StreamNode[Any]):
                 "Let it return a torchdata.nodes.BaseNode, whose next() gives the samples."
             )
         self._node = node
+        self._indices = None if self._numbering is None else self._shards.indices_in(number, self._epoch)
         # A copy, which a node may go on counting in.
         try:
             reset_to(node, copy_plain(self._state))

@@ -27,6 +27,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.stream_loader.order import StreamOrder
+from lightning_stateful.streams.nodes import Shards
 from lightning_stateful.streams.numbered import by_pass
 from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.trainer.batch_counts import BatchCounts
@@ -131,7 +132,7 @@ class LedgerWriter:
             self.start,
             topology.rank,
             topology.num_replicas,
-            _described(trainer, loaders),
+            _described(trainer, loaders, has_key=self._key is not None),
             begins,
             self._resumed,
             _versions(),
@@ -140,6 +141,8 @@ class LedgerWriter:
         )
         self._began_at = time.perf_counter()
         self._resumed, self._has_peers = None, trainer.world_size > 1
+        # A start may go on where nothing is left of an epoch but its end.
+        self._due = begins if begins[1] else None
         failure = ""
         # Processes that share a data-parallel rank read the same.
         file = self.folder / self.start / f"rank-{topology.rank:05}{_part_of(trainer)}{SUFFIX}"
@@ -280,20 +283,29 @@ class LedgerWriter:
             )
 
 
-def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader]) -> dict[str, dict[str, Any]]:
+def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], *, has_key: bool) -> dict[str, dict[str, Any]]:
     """The meaning of the items of each loader, as the header of a file has it."""
     # Epochs that are cut do not have them all, by a limit or by the end of another loader.
     is_whole = len(loaders) == 1 and trainer.limit_train_batches == 1.0 and not trainer.overfit_batches  # type: ignore[attr-defined]
     return {
         path: {
-            "length": _num_once(loader) if is_whole else None,
+            "length": _num_once(loader) if is_whole and not has_key else None,
             "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
-            "data": digest(loader.tracker.config),
+            "data": digest(_numbered_by(loader)),
             **_shards_in(loader),
             **BatchCounts(loader).described(),
         }
         for path, loader in loaders.items()
     }
+
+
+def _numbered_by(loader: AnyLoader) -> Mapping[str, Any]:
+    """The settings by which items are numbered."""
+    config, described = loader.tracker.config, BatchCounts(loader).described().get("mixture", {})
+    if isinstance(loader, StreamLoader) or "packing" in config or not ("dataset" in config or "lengths" in described):
+        return config
+    # An index is of the same sample under any order.
+    return {"dataset": config.get("dataset"), **{name: described.get(name) for name in ("names", "lengths")}}
 
 
 def _shards_in(loader: AnyLoader) -> dict[str, Any]:
@@ -306,10 +318,16 @@ def _shards_in(loader: AnyLoader) -> dict[str, Any]:
     number = sum(of.num_shards for of in shards.values())
     if number > _MOST_NAMES:
         return {**described, "shards": number}
-    pairs = [(name, of.name(shard)) for name, of in shards.items() for shard in range(of.num_shards)]
+    pairs = [(name, _name_of(of, shard)) for name, of in shards.items() for shard in range(of.num_shards)]
     names = [f"{source}: {name}" if source else name for source, name in pairs]
     repeats = len(set(names)) < number
     return {**described, "shards": [f"{name} (shard {at})" if repeats else name for at, name in enumerate(names)]}
+
+
+def _name_of(shards: Shards, shard: int) -> str:
+    # Of data with an index all samples are numbered as those of the first shard.
+    is_indexed = shards.indices_in(shard, 0) is not None
+    return f"by index, {shard}" if is_indexed and shard else "by index" if is_indexed else shards.name(shard)
 
 
 def _is_a_pass(loader: StreamLoader) -> bool:

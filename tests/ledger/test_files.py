@@ -79,7 +79,15 @@ def test_reading_ends_at_a_byte_that_has_changed(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "no file of a ledger"), (b"{}\n", "no file of a ledger"), (b'{"version": 1}\n', "no file of a ledger")],
+    [
+        (b"", "no file of a ledger"),
+        (b"{}\n", "no file of a ledger"),
+        (b'{"version": 1}\n', "no file of a ledger"),
+        (
+            b'{"version": 2, "start": "a", "rank": 0, "num_replicas": 1, "loaders": {}, "resumed": {"stert": ""}}',
+            "no file of a ledger",
+        ),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a").write_bytes(content)

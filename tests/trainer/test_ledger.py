@@ -143,7 +143,12 @@ def test_batches_of_other_data_are_known_by_their_keys(tmp_path: Path) -> None:
     stopped(tmp_path / "a.ckpt", make, epoch=1, batch=2, run=run)
     resumed = run(make, ckpt_path=tmp_path / "a.ckpt")
     found = read_ledger(tmp_path / "ledger")
-    assert found.findings() == found.notes() == []
+    assert found.findings() == []
+    assert found.notes() == [
+        "Whether items never came was not asked: that is known of the indices of a single loader alone, without limits "
+        "and drop_last."
+    ]
+    assert str(found).endswith("Nothing was trained on twice.")
     assert found.items(0) == Counter(EVERY_SAMPLE)
     rest = batches(resumed.ledger, 1)
     assert written(tmp_path, 1)[-len(rest) :] == rest
@@ -370,6 +375,62 @@ def test_epochs_of_a_stream_that_cross_passes_are_not_compared(tmp_path: Path) -
     found = read_ledger(tmp_path / "ledger")
     assert found.findings() == []
     assert any("may begin in one pass" in note for note in found.notes())
+
+
+def test_what_is_not_known_is_said_and_not_taken_for_right(tmp_path: Path) -> None:
+    def some_keys(batch: Any) -> Any:
+        return [] if 3 in batch["id"].tolist() else batch["id"]
+
+    with pytest.warns(StatefulWarning, match="ledger_key gave"):
+        writing(tmp_path / "keys", some_keys)(max_epochs=1)
+    found = read_ledger(tmp_path / "keys" / "ledger")
+    assert (found.findings(), found.verdict()) == ([], [])
+    assert "Of 1 batch not all items are known: nothing is said of them." in found.notes()
+    # Keys of data with an index need not be indices.
+    writing(tmp_path / "others", lambda batch: batch["id"] * 10 + 7)(max_epochs=1)
+    found = read_ledger(tmp_path / "others" / "ledger")
+    assert found.findings() == []
+    assert found.verdict() == ["Nothing was trained on twice."]
+    writing(tmp_path / "cut")(max_epochs=1, limit_train_batches=3)
+    assert read_ledger(tmp_path / "cut" / "ledger").verdict() == ["Nothing was trained on twice."]
+
+
+@pytest.mark.filterwarnings("ignore:.*goes on with another seed, as was accepted")
+@pytest.mark.parametrize(("stop", "expected"), [(3, 1), (9, 1)])
+def test_another_seed_shows_what_came_twice_to_the_last_step(tmp_path: Path, stop: int, expected: int) -> None:
+    run = writing(tmp_path)
+    stopped(tmp_path / "a.ckpt", lambda: numbers_module(seed=1), batch=stop, run=run)
+    run(lambda: numbers_module(seed=2, accept=("seed",)), ckpt_path=tmp_path / "a.ckpt", max_epochs=1)
+    found = read_ledger(tmp_path / "ledger")
+    trained = [item for row in found.rows[""][0, 0] for item in row.items]
+    (twice,) = (one for one in found.findings() if one.kind == "twice")
+    assert twice.number == len(trained) - len(set(trained)) >= expected
+
+
+def test_a_start_that_finds_an_epoch_over_leaves_nothing_missing(tmp_path: Path) -> None:
+    def make() -> Any:
+        return stream_module(chunks())
+
+    # Eleven batches: of the third epoch the limit leaves three.
+    run, options = writing(tmp_path), {"limit_train_batches": 4, "max_epochs": 5}
+    saver = SaveAt(tmp_path, [("on_train_batch_end", 2, 2)])
+    run(make, callbacks=[saver], **{**options, "max_steps": 11})
+    end = tmp_path / "end.ckpt"
+    run(make, callbacks=[SaveOnEnd(end)], ckpt_path=saver.path(0), **{**options, "max_epochs": 3})
+    run(make, ckpt_path=end, **options)
+    found = read_ledger(tmp_path / "ledger")
+    assert len(found.starts) >= 2
+    assert found.findings() == []
+
+
+class SaveOnEnd(pl.Callback):
+    """Saves when fitting ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 def test_a_key_without_a_ledger_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.ddp_runs import chain_of
-from support.ledger import batches
+from support.ledger import Numbers, batches
 from support.ranks import Ranks
 from support.runs import stopped, train
 from support.stream_runs import MODULES, OTHER_FIRST, OTHER_SIZES, SIZES, chunks, document, module, packed
@@ -18,6 +18,7 @@ from lightning_stateful import MixedStream, StatefulDataCallback
 from lightning_stateful.audit import read_ledger
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.ledger.over_time import coverage_of
+from lightning_stateful.streams import IndexedStream
 
 KINDS = [kind for kind in MODULES if not kind.startswith("own")]
 # Of these a sample's place in its shard is another than in the file.
@@ -116,7 +117,7 @@ def test_samples_of_a_stream_are_known_by_shard_and_number(tmp_path: Path, files
 def test_a_sample_that_comes_again_after_a_resume_is_named(tmp_path: Path) -> None:
     stopped(tmp_path / "a.ckpt", lambda: module(chunks()), batch=4, run=writing(tmp_path))
     # Another seed deals out other samples behind the checkpoint.
-    with pytest.warns(StatefulWarning, match="goes on with another seed, as was accepted"):
+    with pytest.warns(StatefulWarning, match=r"goes on with another (sources.rows.)?seed, as was accepted"):
         writing(tmp_path)(lambda: module(chunks(seed=8), accept=("seed",)), ckpt_path=tmp_path / "a.ckpt")
     found = read_ledger(tmp_path / "ledger")
     (twice,) = (one for one in found.findings() if one.kind == "twice" and one.epoch == 0)
@@ -134,6 +135,23 @@ def test_a_key_takes_the_place_of_numbers(tmp_path: Path) -> None:
     whole = train(lambda: module(chunks()), callbacks=[callback], max_epochs=1)
     rows = read_ledger(tmp_path / "ledger").rows[""][0, 0]
     assert [tuple(row.items) for row in rows] == batches(whole.ledger)
+
+
+def test_samples_of_a_dataset_beside_streams_are_known_by_their_index(tmp_path: Path) -> None:
+    def make(seed: int = 4, **options: Any) -> Any:
+        rows = IndexedStream(Numbers(30, first=200), shard_size=4, seed=seed)
+        return module(MixedStream({"rows": rows, "one": chunks()}, by="sample", seed=4), **options)
+
+    stopped(tmp_path / "a.ckpt", make, batch=9, run=writing(tmp_path))
+    with pytest.warns(StatefulWarning, match=r"goes on with another (sources.rows.)?seed, as was accepted"):
+        again = writing(tmp_path)(lambda: make(5, accept=("sources", "seed", "dataset")), ckpt_path=tmp_path / "a.ckpt")
+    found = read_ledger(tmp_path / "ledger")
+    ids = [number for batch in batches(again.ledger, 1) for number in batch if number >= 200]
+    assert sorted(item.number for item in found.items(1) if item.shard == "rows: by index") == sorted(
+        number - 200 for number in ids
+    )
+    (twice,) = (one for one in found.findings() if one.kind == "twice" and one.epoch == 0)
+    assert all(item.shard == "rows: by index" for item in twice.items)
 
 
 def mixed() -> Any:

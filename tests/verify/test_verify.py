@@ -100,9 +100,7 @@ def test_the_data_of_the_examples_are_right_on_other_ranks_and_workers(name: str
     key = "support.verify_examples:numbers_of_lines" if name == "streamed_text" else None
     found = verify_datamodule(getattr(verify_examples, name), devices=(1, 2), workers=(0, 2), key=key)
 
-    # What a sequence holds of a packed stream follows from who reads which documents.
-    expected = "not compared" if name == "packed_text" else "once"
-    assert outcomes(found)["resumed on 2 ranks"] == expected
+    assert outcomes(found)["resumed on 2 ranks"] == "once"
 
 
 @pytest.mark.slow
