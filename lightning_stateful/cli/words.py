@@ -95,6 +95,13 @@ def _missing(checkpoint: Checkpoint) -> list[str]:
     progress = checkpoint.progress
     begun = progress is not None and progress.batch and not progress.ended
     said = "No data state: it was written without lightning-stateful, or before there were loaders."
+    if checkpoint.callback is not None and not checkpoint.written:
+        return [
+            "No data state: StatefulDataCallback wrote it in a process that had no loaders: before training, or in one "
+            "that started others to train (ddp_notebook, ddp_fork, ddp_spawn). Its counters and optimizers are not "
+            "those of the training: a resume begins at the first batch. Take a checkpoint that was saved while it "
+            "trained."
+        ]
     if not begun or progress is None:
         return [f"{said} It stands between two epochs, where little is lost: a resume begins the next one."]
     batches = f"{progress.batch} batch{'es' * (progress.batch != 1)}"

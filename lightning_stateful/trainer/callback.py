@@ -403,7 +403,7 @@ class StatefulDataCallback(pl.Callback):
             )
             return
         note = note_of_run(trainer, self._loaders.combined)
-        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches)
+        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches, again=True)
         loop_progress.continue_from(trainer, progress)
         self.settings.ledger.resumed_from(self.settings.ledger.state(), before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)

@@ -355,8 +355,8 @@ def _schedulers_wait(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
     has_stepped = [one != before for one, before in zip(now.scheduled, begun.scheduled, strict=True)]
     if any(has_stepped) and not all(has_stepped):
         rank_zero_warn(
-            f"A state is taken within lr_scheduler_step, after batch {begun.processed} of epoch "
-            f"{trainer.current_epoch}, when some learning rate schedulers have stepped and others have not. A resume from it steps none of them "
+            f"A state is taken in lr_scheduler_step, after batch {begun.processed} of epoch {trainer.current_epoch}, "
+            "when some learning rate schedulers have stepped and others have not. A resume from it steps none of them "
             "for this batch. Resume from a checkpoint that was saved at the end of a batch.",
             category=StatefulWarning,
         )

@@ -51,6 +51,8 @@ def say_resumed(
     saved: LoopProgress,
     note: Mapping[str, Any],
     num_batches: Callable[[int], int],
+    *,
+    again: bool = False,
 ) -> None:
     """Log in one line where a run goes on.
 
@@ -61,6 +63,7 @@ def say_resumed(
         saved: The progress as it was saved.
         note: The checkpoint's own :func:`note_of_run`; empty if it has none.
         num_batches: The batches of an epoch under the trainer's limit.
+        again: It goes on in the same trainer, which is fitted again without a checkpoint.
     """
     now = note_of_run(trainer, combined)
     epoch, batch = progress.epoch_and_step
@@ -74,6 +77,8 @@ def say_resumed(
     following = ""
     if combined.is_sized and batch < num_batches(epoch):
         following = f"; next is batch {batch + 1} of {num_batches(epoch)}" + (f" of epoch {epoch}" * progress.ended)
+    if again:
+        following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
 
 

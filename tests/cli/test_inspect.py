@@ -117,6 +117,19 @@ def test_what_a_resume_refuses_whatever_the_data_is_a_finding(checkpoints: Any, 
         assert tell("plan", path, "--devices", 2).code == 2
 
 
+def test_a_checkpoint_of_a_process_that_only_started_the_ranks_says_so(
+    checkpoints: Any, tell: Any, tmp_path: Path
+) -> None:
+    contents = torch.load(checkpoints("numbers"), weights_only=True)
+    del contents["StatefulDataModule"]
+    contents["callbacks"]["StatefulDataCallback"].update(written={}, data=None)
+    torch.save(contents, tmp_path / "parent.ckpt")
+    told = tell("inspect", tmp_path / "parent.ckpt")
+    assert told.code == 1
+    assert "in one that started others to train (ddp_notebook" in told.out
+    assert "without lightning-stateful" not in told.out
+
+
 def test_a_difference_of_two_checkpoints_has_the_remedy_of_a_resume(checkpoints: Any, tell: Any) -> None:
     alike = tell("diff", checkpoints("numbers"), checkpoints("numbers"))
     assert alike.code == 0

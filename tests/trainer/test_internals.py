@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _ModeIte
 from support.ledger import LedgerModel
 from support.runs import numbers_module, quiet_trainer
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 import lightning_stateful
 from lightning_stateful.errors import ConfigurationError
@@ -33,7 +33,8 @@ ELSEWHERE: dict[Any, set[str]] = {
     _ModeIterator: {"_idx"},
     StochasticWeightAveraging: {"_average_model", "_initialized", "_scheduler_state", "_accumulate_grad_batches"},
     _MultiProcessingDataLoaderIter: {"_shutdown_workers"},
-    Metric: {"_update_count"},
+    Metric: {"_update_count", "_computed"},
+    MetricCollection: {"_groups", "_groups_checked"},
 }
 # Whose private names are not of Lightning.
 OWNERS = ("self", "sys")

@@ -87,7 +87,8 @@ def test_a_trainer_that_is_fitted_again_says_where_it_goes_on(said: Any) -> None
     trainer.fit(model, module)
     assert said("Resumed") == [
         "Resumed at epoch 0, batch 4 of 11 (8 of 22 samples): saved on 1 rank x 2, goes on on 1 rank x 2; "
-        "next is batch 5 of 11."
+        "next is batch 5 of 11. This trainer is fitted again: it goes on in its epoch, where Lightning alone begins "
+        "the next."
     ]
 
 
