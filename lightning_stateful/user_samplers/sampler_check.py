@@ -1,4 +1,4 @@
-"""Tries a copy of a user's sampler before training: what it yields and remembers, and whether it knows of ranks."""
+"""Tries a copy of a user's sampler before training: what it yields and remembers, and whether it asks for ranks."""
 
 from __future__ import annotations
 
@@ -11,33 +11,23 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DistributedSampler
-
-from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
-from lightning_stateful.user_samplers.sampler_facts import Dealing, SamplerFacts
+from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     Setting,
-    is_given_ranks,
-    name_of_rank,
-    numbers_in,
-    ranks_held,
-    settings_of,
-    settings_of_one_rank,
     tell,
     told,
-    yields_as_one,
 )
 
 # Items by which the beginning of an epoch is known, items drawn at a time, and the most of an epoch that is looked at.
-_COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
+COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
 # Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
-_QUICK, _PATIENCE = 2.0, 20.0
+_QUICK, PATIENCE = 2.0, 20.0
 _END = object()
 
 
@@ -72,7 +62,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
-    fresh = partial(_fresh, order, choose, asked)
+    fresh = partial(fresh_copy, order, choose, asked)
     _refuse_changes_of_data(order, facts, shared, fresh)
     if not facts.error:
         _refuse_wrong_length(order, facts)
@@ -133,8 +123,8 @@ def _reason_against_cache(
                     return "then yields something else"
                 if filled != now and epoch in known:
                     return "a second pass changes it again"
-                if time.perf_counter() - started > _PATIENCE:
-                    return f"takes more than {_PATIENCE:.0f} s to show that this changes nothing of what it yields"
+                if time.perf_counter() - started > PATIENCE:
+                    return f"takes more than {PATIENCE:.0f} s to show that this changes nothing of what it yields"
                 known.setdefault(epoch, found)
                 now = filled
     except Exception as error:
@@ -216,7 +206,8 @@ def _iterated(order: UserSampler, sampler: Any, choose: Any, asked: AskedRanks |
     return order.iterating(sampler, settings, asked)
 
 
-def _fresh(order: UserSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
+    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for."""
     return _iterated(order, SamplerCopy(order.sampler, order.dataset).sampler, choose, asked)
 
 
@@ -242,7 +233,7 @@ def _follow(
         is_endless = facts.says is None and drawn >= _DRAWN
         if is_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - started > _QUICK):
             break
-        size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else _COMPARED if drawn < _COMPARED else _DRAWN
+        size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else COMPARED if drawn < COMPARED else _DRAWN
         size = min(size - drawn % size if drawn else 2, most - drawn)
         if facts.says is not None and drawn < facts.says:
             size = min(size, facts.says - drawn)
@@ -296,7 +287,7 @@ def _follow(
 
 def _num_first(order: UserSampler) -> int:
     """Items by which the beginning of an epoch is known: as many as come before a state is taken."""
-    return STATE_STRIDE if has_own_state(order) else _COMPARED
+    return STATE_STRIDE if has_own_state(order) else COMPARED
 
 
 def _plain(item: Any) -> Any:
@@ -348,7 +339,7 @@ def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:
 def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any = None) -> list[str]:
     items = tried.begin(epoch, 0, drawn, state)
     with tried.entered():
-        return list(map(digest, islice(items, _COMPARED)))
+        return list(map(digest, islice(items, COMPARED)))
 
 
 def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, following: list[str]) -> bool:
@@ -389,122 +380,3 @@ _CHANGES_UNSEEN = (
 
 
 # Ranks
-
-
-def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
-    """Find out whether the ranks' samplers yield one sequence, to be dealt out, or sequences of their own.
-
-    Processes of a group compare what their samplers yield. Where a sampler knows its rank, it is dealt out only if the
-    simulated sequences of all ranks have together what a single rank's has, in two epochs.
-
-    Raises:
-        RankMismatchError: The samplers yield other items, though they know of no ranks; or other numbers of items.
-    """
-    inner = order.innermost
-    if order.is_known and type(inner) is DistributedSampler:
-        if (inner.num_replicas, inner.rank) == (num_replicas, rank) and order.is_dealt_out:
-            return Dealing(settings=tuple(settings_of_one_rank(inner, by_dataset=True)))
-        return Dealing(is_own=not order.is_dealt_out or (num_replicas > 1 and not order.is_wrapped))
-    if num_replicas == 1 or order.is_known or not order.is_dealt_out:
-        return Dealing(is_own=not order.is_dealt_out, begins=order.facts.sequence)
-    facts = order.facts
-    knows = is_given_ranks(order.sampler) or facts.asks
-    alone = _prove(order, num_replicas, rank) if knows else None
-    report = {
-        "rank": rank,
-        "name": order.name,
-        "knows": knows,
-        "marks": {str(count): mark for count, mark in facts.marks.items()},
-        "length": facts.length,
-        "sequence": facts.sequence,
-        "numbers": numbers_in(order.sampler),
-        "alone": None if alone is None else alone.begins,
-        "error": facts.error,
-    }
-    found = exchanged(f"sampler {order.name}", report) or [report]
-    by_rank = [next((of for of in found if of["rank"] == number), None) for number in range(num_replicas)]
-    reports = [of for of in by_rank if of is not None]
-    if all(of["alone"] is not None and of["alone"] == reports[0]["alone"] for of in reports) and alone is not None:
-        return alone
-    # Of other ranks nothing is known without a process group.
-    is_alike = all(_alike(of, reports[0]) for of in reports) and (len(reports) == num_replicas or not knows)
-    is_alike = "nondeterministic" in order.accept or (is_alike and not any(of["error"] for of in reports))
-    if is_alike and (order.is_wrapped or not any(of["knows"] for of in reports)):
-        return Dealing(begins=facts.sequence)
-    held = name_of_rank([of["numbers"] for of in reports]) if len(reports) == num_replicas else None
-    if not any(of["knows"] for of in reports) and held is None:
-        raise RankMismatchError(_differ(order, reports))
-    lengths = [of["length"] for of in reports]
-    if len({order.rule(1).num_steps(length) for length in lengths if length is not None}) > 1:
-        raise RankMismatchError(
-            f"{order.name} deals out to ranks by itself, and gives them other numbers of items ({lengths}), so that a "
-            "rank would wait for ever for the others. Give all ranks the same number."
-        )
-    note = (
-        f"{order.name} deals out to ranks by itself, and what one rank would yield is not provably what all yield "
-        f"together: each of the {num_replicas} ranks iterates its own, where Lightning, left to deal out, would divide "
-        "its share once more. A resume needs as many ranks."
-    )
-    return Dealing(is_own=True, begins=[of["sequence"] for of in reports], note=note)
-
-
-def _beginning_in(report: Any) -> str:
-    marks: dict[str, str] = report["marks"]
-    return next((marks[count] for count in reversed(marks) if int(count) <= _COMPARED), "")
-
-
-def _alike(one: Any, other: Any) -> bool:
-    # Endless samplers are drawn as far as on the other rank.
-    counts = one["marks"].keys() & other["marks"].keys()
-    return bool(one["length"] == other["length"] and all(one["marks"][n] == other["marks"][n] for n in counts))
-
-
-def _differ(order: UserSampler, reports: list[Any]) -> str:
-    if failed := [f"rank {of['rank']}: {of['error']}" for of in reports if of["error"]]:
-        said = f"{order.name} cannot be tried before training ({'; '.join(failed)}), so that ranks cannot be compared."
-    else:
-        begins = ", ".join(f"rank {of['rank']}: {_beginning_in(of)} of {of['length']}" for of in reports)
-        said = f"{order.name} yields other items on other ranks (digests of how they begin: {begins})."
-    return (
-        f"{said} Its items are dealt out to ranks, so some samples would come twice and others never. Build it with "
-        "the same data and seed on every rank (mind random splits without a seed, and the order of sets of strings, "
-        "which PYTHONHASHSEED decides: sort them). If each rank is to iterate its own, say so: "
-        "Trainer(use_distributed_sampler=False), or patch_dataloader(loader, num_replicas=1, rank=0)."
-    )
-
-
-def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
-    """The way to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
-    facts, held = order.facts, ranks_held(order.sampler)
-    if facts.error or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > _PATIENCE:
-        return None
-    if held not in (None, (num_replicas, rank)):
-        return None
-    with suppress(Exception):
-        told_of = [
-            [
-                _items(order, partial(settings_of, num_replicas=num_replicas, rank=r), num_replicas, r, epoch)
-                for r in range(num_replicas)
-            ]
-            for epoch in range(2)
-        ]
-        for by_dataset in (True, False):
-            choose = partial(settings_of_one_rank, by_dataset=by_dataset)
-            ones = [_items(order, choose, 1, 0, epoch) for epoch in range(2)]
-            # Those that torch and Lightning leave to their ranks may have data there that others lack.
-            in_turn = isinstance(order.sampler, DistributedSampler) and not order.is_wrapped
-            if all(yields_as_one(ranks, one, in_turn=in_turn) for ranks, one in zip(told_of, ones, strict=True)):
-                settings, alone = tuple(choose(order.sampler)), check_sampler(order, choose)
-                with told(settings):
-                    # They can be set on the sampler itself.
-                    note = "It is told that there is one rank, which provably yields what all ranks yield together."
-                    return Dealing(settings=settings, answers=facts.asks, facts=alone, begins=alone.sequence, note=note)
-    return None
-
-
-def _items(order: UserSampler, choose: Any, num_replicas: int, rank: int, epoch: int) -> list[Any]:
-    """All items of an epoch of a copy that is told of a rank."""
-    tried = _fresh(order, choose, AskedRanks(num_replicas, rank) if order.facts.asks else None)
-    items = tried.begin(epoch, 0)
-    with tried.entered():
-        return list(items)

@@ -29,8 +29,9 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.sampler_check import check_sampler, deal, has_own_state, sequence_now
+from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
+from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
