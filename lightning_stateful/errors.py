@@ -106,7 +106,7 @@ class StateMismatchError(StateError):
     """
 
     def __init__(self, differences: list[Difference], *, where: str = "the state") -> None:
-        self.differences = list(differences)
+        self.differences: list[Difference] = list(differences)
         self.where = where
         super().__init__("\n".join(self.lines))
 

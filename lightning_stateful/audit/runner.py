@@ -166,7 +166,7 @@ class Run:
         self._set_epoch = set_epoch
         self._iterator: Iterator[Any] | None = None
         with self._context("while making the object"):
-            self.source = factory(num_replicas, rank)
+            self.source: Any = factory(num_replicas, rank)
         for name in ("state_dict", "load_state_dict", "__iter__"):
             if not callable(getattr(self.source, name, None)):
                 raise ConfigurationError(
@@ -275,6 +275,10 @@ class Recorder:
         >>> check_echo(make)
         >>> check_suffix(make)
     """
+
+    num_comparisons: int
+    num_resumes: int
+    state_bytes: int
 
     def __init__(self, factory: Factory, *, set_epoch: bool = False, max_items: int | None = None) -> None:
         _refuse_other_arguments(factory)

@@ -55,6 +55,11 @@ class BucketDataModule(StatefulDataModule):
             budget, or an argument is out of range.
     """
 
+    cache_file: str | Path | None
+    eval_batch_size: int | None
+    lengths: Lengths | Callable[[Any], int]
+    measure_workers: int | None
+
     def __init__(
         self,
         train: Any = None,

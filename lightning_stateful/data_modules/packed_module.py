@@ -70,6 +70,11 @@ class PackedDataModule(StatefulDataModule):
             or too long. When one is read: it has another number of tokens than ``lengths`` says.
     """
 
+    cache_file: str | Path | None
+    lengths: Lengths | Callable[[Any], int] | Mapping[str, Any] | None
+    measure_workers: int | None
+    packing: Packing
+
     def __init__(
         self,
         train: Any = None,

@@ -106,6 +106,9 @@ class StatefulDataModule(pl.LightningDataModule):
         handed over. A subclass that overrides ``state_dict`` returns ``{**super().state_dict(), ...}``.
     """
 
+    predict: _EvaluationSet
+    test: _EvaluationSet
+    val: _EvaluationSet
     holds_data_state = True
 
     val = _EvaluationSet()

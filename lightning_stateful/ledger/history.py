@@ -111,6 +111,8 @@ class Ledger:
         skipped: The same of what ``skip=`` has left out; without indices, numbers of steps.
     """
 
+    starts: list[Start]
+
     def __init__(
         self, starts: list[Start], *, others: Sequence[str] = (), unreadable: Mapping[str, Sequence[Path]] | None = None
     ) -> None:

@@ -60,6 +60,15 @@ class Watch:
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
     """
 
+    asks_length: bool
+    changes: bool
+    differs: bool
+    is_known: bool
+    num_given: int
+    num_read: int
+    reads_by_hand: bool
+    reads_in_thread: bool
+
     def __init__(self) -> None:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
@@ -201,6 +210,9 @@ class OwnPlan:
         whole: Plans the whole epoch of DataLoader's batches.
     """
 
+    plan: EpochPlan
+    skipped: int
+
     def __init__(
         self,
         plan: EpochPlan,
@@ -214,7 +226,7 @@ class OwnPlan:
         self._plan_whole = whole
         # One that gave as many as it says, or more, says nothing about its end.
         is_known = num_steps < UNKNOWN and not (skipped and skipped >= num_steps)
-        self.num_steps = num_steps - skipped if is_known else UNKNOWN
+        self.num_steps: int = num_steps - skipped if is_known else UNKNOWN
         self._watch, self._given_on = watch, given_on
 
     @property

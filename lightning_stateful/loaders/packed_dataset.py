@@ -66,6 +66,11 @@ class PackedDataset(Dataset[PackedSequence]):
             another number of tokens than ``lengths`` says.
     """
 
+    dataset: Any
+    num_dropped: int
+    num_tokens: int
+    packing: Packing
+
     def __init__(
         self,
         dataset: Any,

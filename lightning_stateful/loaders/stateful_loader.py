@@ -77,6 +77,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
+    path: str
+    seed: int
+    seed_samples: bool
+    tracker: OwnTracker | Tracker
     # This rank, if each rank has a loader of its own which is not dealt out.
     own_rank: int | None = None
     state_name = "The loader's state"

@@ -49,7 +49,7 @@ class StatefulBatchSampler(Tracked, Sampler[list[int]]):
         rank: int | None = None,
         accept: Collection[str] = (),
     ) -> None:
-        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
+        self.tracker: Tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -133,4 +133,4 @@ class BucketBatchSampler(StatefulBatchSampler):
         )
         order = BucketOrder(buckets, seed=seed_or_default(seed), shuffle=shuffle, drop_last=drop_last)
         super().__init__(order, num_replicas=num_replicas, rank=rank, accept=accept)
-        self.num_dropped = buckets.num_dropped
+        self.num_dropped: int = buckets.num_dropped

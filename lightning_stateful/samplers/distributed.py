@@ -51,6 +51,12 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
             order to the loader, ``StatefulLoader(dataset, sampler=order)``.
     """
 
+    drop_last: bool
+    num_replicas: int
+    rank: int
+    seed: int
+    shuffle: bool
+
     def __init__(
         self,
         dataset: Sized | int,
@@ -75,7 +81,7 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
             described = {"length": length}
         samples = ShuffledOrder(length, seed) if shuffle else SequentialOrder(length)
         order = SampleBatchOrder(samples=samples, drop_last=drop_last)
-        self.tracker = Tracker(
+        self.tracker: Tracker = Tracker(
             order, {**order.config(), "dataset": described}, num_replicas=num_replicas, rank=rank, accept=accept
         )
         # Not torch's constructor: it demands a dataset, and computes counts that the step rule computes here.
@@ -84,8 +90,8 @@ class StatefulDistributedSampler(Tracked, DistributedSampler[Any]):
         self.num_replicas, self.rank = topology.num_replicas, topology.rank
         self.tracker.num_replicas, self.tracker.rank = topology.num_replicas, topology.rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.num_samples = self.tracker.plan_epoch(0).num_steps
-        self.total_size = self.num_samples * self.num_replicas
+        self.num_samples: int = self.tracker.plan_epoch(0).num_steps
+        self.total_size: int = self.num_samples * self.num_replicas
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch."""

@@ -68,6 +68,8 @@ class Tracker:
         ConfigurationError: The topology is out of range.
     """
 
+    num_replicas: int | None
+    rank: int | None
     # The shapes of what a tracker adds to the details of its order.
     more_details: ClassVar[Mapping[str, Any]] = {}
 
@@ -85,7 +87,7 @@ class Tracker:
         self.order = order
         self.config: dict[str, Any] = _checked_config(order, config)
         self.num_replicas, self.rank = num_replicas, rank
-        self.accept = format_.accepted_names(accept)
+        self.accept: tuple[str, ...] = format_.accepted_names(accept)
         # Tells what is no longer as in the configuration, by name with dots; None where nothing changes.
         self.changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         # What plans leave out; None for nothing.

@@ -58,10 +58,13 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
-        self.options = options = StreamOptions() if options is None else options
-        self.seed = seed_or_default(options.seed)
+        self.options: StreamOptions = StreamOptions() if options is None else options
+        options = self.options
+        self.seed: int = seed_or_default(options.seed)
         order = self._reader(options)
-        self.tracker = Tracker(order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept)
+        self.tracker: Tracker = Tracker(
+            order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept
+        )
 
     def _reader(self, options: StreamOptions) -> StreamReader:
         """The reader of the loader's dataset: of a stream of shards, or of a dataset that divides itself."""

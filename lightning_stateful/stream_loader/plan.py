@@ -25,9 +25,13 @@ class StreamEpochPlan:
         length: Steps of an epoch by the length of its loader, as a trainer counts them.
     """
 
+    consumed: int
+    epoch: int
+    order: StreamReader
+
     def __init__(self, order: StreamReader, epoch: int, consumed: int = 0) -> None:
         self.order, self.epoch, self.consumed = order, epoch, consumed
-        self.length = order.num_steps
+        self.length: int = order.num_steps
 
     @property
     def num_steps(self) -> int:

@@ -57,6 +57,8 @@ class StreamReader(ABC):
         given: The part that sources have in the latest batch; empty where that is not known.
     """
 
+    num_steps: int
+    setup: Any
     given = NOTHING
 
     kind: ClassVar[str]
@@ -65,13 +67,13 @@ class StreamReader(ABC):
     # Whether processes of the same data-parallel rank read the same.
     _reads_alike: ClassVar[bool] = True
     # Where the readers stand, they go on in other batches.
-    harmless: ClassVar = ("batch_size",)
+    harmless: ClassVar[tuple[str, ...]] = ("batch_size",)
 
     def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
         self.setup, self.num_steps = setup, num_steps
         self.name: str = setup.name
         self.ended: tuple[int, int] | None = None
-        self.recent = RecentStates()
+        self.recent: RecentStates = RecentStates()
         # The latest details that a state was loaded from: they are looked up from then on.
         self._loaded: Mapping[str, Any] | None = None
         self._run: StreamRun | None = None

@@ -18,6 +18,9 @@ class ServedState:
         run: The run.
     """
 
+    num_served: int
+    run: StreamRun
+
     def __init__(self, run: StreamRun) -> None:
         self.run, self.num_served, self._states = run, run.num_served, run.states
 

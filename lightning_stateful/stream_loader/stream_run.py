@@ -47,6 +47,12 @@ class StreamRun:
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
+    begun: Any
+    given: Given
+    is_closed: bool
+    is_over: bool
+    num_served: int
+    states: SlotStates
     is_iterated = False
     given = NOTHING
 

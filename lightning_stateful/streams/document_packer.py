@@ -101,7 +101,12 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
 
     context: ClassVar[tuple[str, ...]] = ("on_error", "where")
     keeps_numbers = True
-    state_shape: ClassVar = {"source": object, "size": range(1, _MOST_DOCUMENTS + 1), "open": str, "served": COUNT}
+    state_shape: ClassVar[Mapping[str, Any]] = {
+        "source": object,
+        "size": range(1, _MOST_DOCUMENTS + 1),
+        "open": str,
+        "served": COUNT,
+    }
 
     def __init__(
         self,

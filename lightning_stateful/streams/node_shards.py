@@ -94,7 +94,7 @@ class NodeShards(Shards):
         _refuse_split_datasets(example)
         self._classes = _classes_of(example)
         # Seeds reach what is called where the graph is read, not its threads and processes.
-        self.draws = _is_called_here(example)
+        self.draws: bool = _is_called_here(example)
         if any(map(_changes_when_begun_again, _nodes_of(example))):
             self.reread = _REREAD
         mappers = [node for node in _nodes_of(example) if isinstance(node, ParallelMapper)]

@@ -46,7 +46,7 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(self, sources: Mapping[str, Source], mixing: Mixing | None = None) -> None:
-        self.sources = dict(sources)
+        self.sources: dict[str, Source] = dict(sources)
         self.mixing = mixing
         # Where the next pass begins; the rank and worker that stood there, and whether that was loaded or told.
         self._epoch = 0

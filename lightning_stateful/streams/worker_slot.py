@@ -122,11 +122,9 @@ class StreamConfig:
         if not all(step.kind.keeps_numbers for source in self.sources.values() for step in source.steps):
             return self
         shards = [source.shards.num_shards for source in self.sources.values()]
-        numberings = (Numbering(first, sum(shards)) for first in accumulate(shards, initial=0))
-        sources = {
-            name: replace(source, numbering=numbering)
-            for (name, source), numbering in zip(self.sources.items(), numberings, strict=False)
-        }
+        firsts = dict(zip(self.sources, accumulate(shards, initial=0), strict=False))
+        numbering = {name: Numbering(first, sum(shards)) for name, first in firsts.items()}
+        sources = {name: replace(source, numbering=numbering[name]) for name, source in self.sources.items()}
         return replace(self, sources=sources)
 
     def describe(self) -> dict[str, Any]:
@@ -251,10 +249,10 @@ class SourceReader:
         at, opened = self._begin, self._opened
         if self._node is not None and self._reader is not None:
             at, opened = self._state_in_slice(self._node), self._reader.num_opened
-        state = {"round": self._round, "slice": self._index, "opened": opened, "state": at}
         # Of most slots nothing is left out.
         counts = {"skipped": self._skipped, "given": self._given.copy()}
-        return state | {name: numbers for name, numbers in counts.items() if any(numbers)}
+        counts = {name: numbers for name, numbers in counts.items() if any(numbers)}
+        return {"round": self._round, "slice": self._index, "opened": opened, "state": at, **counts}
 
     def _count(self, node: StreamNode[Any], number: int) -> None:
         """Count the items that a node has just given."""
@@ -334,10 +332,11 @@ class WorkerSlot:
     """
 
     goes_on = False
-    given = NOTHING
+    given: Given = NOTHING
 
     def __init__(self, config: StreamConfig, task: SlotTask) -> None:
-        self._config, self._task, self.epoch = config, task, task.epoch
+        self._config, self._task = config, task
+        self.epoch: int = task.epoch
         self.said: list[str] = []
         self._keeps_tails = config.drop_last and config.mixing is not None and config.mixing.stop == "cycle"
         self._size = (config.batch_size or 1) if config.is_batched else 1

@@ -118,7 +118,7 @@ class StatefulDataCallback(pl.Callback):
         max_tokens_total: int | None = None,
         skip: Any = None,
     ) -> None:
-        self.settings = Settings(
+        self.settings: Settings = Settings(
             seed=seed,
             seed_samples=seed_samples,
             seed_model=seed_model,

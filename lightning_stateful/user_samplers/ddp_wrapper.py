@@ -56,6 +56,9 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         ConfigurationError: An argument is out of range, or the sampler cannot be iterated.
     """
 
+    num_replicas: int | None  # type: ignore[assignment]  # None until there are ranks
+    rank: int | None  # type: ignore[assignment]  # see above
+
     def __init__(
         self,
         sampler: Any,
@@ -78,7 +81,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
             sampler = first.sampler
         # Not torch's constructor: it wants a dataset, and to know the ranks now.
         self.sampler: Any = sampler
-        self.num_replicas, self.rank = num_replicas, rank  # type: ignore[assignment]  # None until there are ranks
+        self.num_replicas, self.rank = num_replicas, rank
         self.tail: Tail = tail
         self.shuffle_samples_between_gpus: bool = shuffle_samples_between_gpus
         self.length: Length = length
@@ -96,7 +99,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         if (num_replicas, rank) != (None, None):
             ranks = detect_topology(num_replicas, rank)
             order.meet(ranks.num_replicas, ranks.rank)
-        self.tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
+        self.tracker: Tracker = Tracker(order, num_replicas=num_replicas, rank=rank, accept=accept)
 
     @property
     def order(self) -> WrappedSampler:

@@ -33,6 +33,8 @@ class IteratedSampler:
         tell: Tells it the epoch; None to call every ``set_epoch`` in it.
     """
 
+    sampler: Any
+
     def __init__(
         self,
         sampler: Any,

@@ -64,8 +64,10 @@ class SamplerParts:
         self.long: dict[Path, Any] = {}
         self._seen: set[int] = set(map(id, self.shared))
         self._look_at(sampler, (), is_held=False)
-        self.samplers = [part for part in self.found if part is not sampler and _is_sampler(part)] + [sampler]
-        self.dicts = [part for part in self.found if type(part) is dict]
+        self.samplers: list[Any] = [part for part in self.found if part is not sampler and _is_sampler(part)] + [
+            sampler
+        ]
+        self.dicts: list[dict[Any, Any]] = [part for part in self.found if type(part) is dict]
 
     def _look_at(self, value: Any, path: Path, in_data: bool = False, is_held: bool = True) -> None:
         if type(value) in PLAIN or id(value) in self._seen:
@@ -150,6 +152,9 @@ class SamplerCopy:
         shares_unseen: Whether it shares variables of functions, databases, or objects that cannot be copied.
     """
 
+    is_apart: bool
+    shares_unseen: bool
+
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
         parts = SamplerParts(sampler, dataset)
         self._memo: dict[int, Any] = {id(part): part for part in parts.shared}
@@ -157,7 +162,7 @@ class SamplerCopy:
         self.shares_unseen = any(map(_is_unseen, parts.shared))
         for part in parts.found:
             self._copied(part)
-        self.sampler = self._copied(sampler)
+        self.sampler: Any = self._copied(sampler)
         self.is_apart = self.is_apart and (self.sampler is not sampler or type(sampler) in (*PLAIN, tuple))
 
     def _copied(self, value: Any) -> Any:

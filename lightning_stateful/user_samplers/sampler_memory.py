@@ -53,6 +53,8 @@ class SamplerMemory:
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
+    has_changed: bool
+
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
         self.passes: list[list[int]] = []

@@ -101,6 +101,8 @@ class SamplerPass:
         label: Epoch and cycle by which it is seeded.
     """
 
+    drawn: int
+
     def __init__(
         self,
         order: UserSampler,
@@ -113,7 +115,7 @@ class SamplerPass:
     ) -> None:
         self.drawn = 0
         self.end: int | None = None
-        self.label = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
+        self.label: tuple[int, int] = (0, 0) if order.repeats_first_epoch else (epoch, cycle)
         self.entry: list[int] = [*self.label, 0]
         self._order, self._epoch, self._first, self._earlier, self._since = order, epoch, first, earlier, since
         self._expected = noted[:3] or (0, "", None)
@@ -122,7 +124,7 @@ class SamplerPass:
         self._taken: deque[tuple[int, list[Any]]] = deque(maxlen=_KEPT_NOTES)
         # The next item of which a note is taken.
         self._noted_next = 0
-        self.has_states = order.resume_mode == "own_state"
+        self.has_states: bool = order.resume_mode == "own_state"
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())
         self._ready: list[Any] = []

@@ -37,6 +37,8 @@ class SamplerEpochPlan:
         begun: Where the plan begins.
     """
 
+    order: UserSampler
+
     def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
         self.order, self._num_replicas, self._begun = order, num_replicas, begun
         self._latest: SamplerPass | None = None
