@@ -218,7 +218,7 @@ def check(
 @group.command(
     cls=Command,
     epilog="""lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3
-    lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3 --steps 100 --steps 120""",
+    lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3 --first 100 --last 120""",
 )
 @_path
 @click.argument("factory")
@@ -390,7 +390,13 @@ def _data(
 
 
 def _ranks(checkpoint: Checkpoint, devices: int | None, nodes: int) -> int:
-    """The ranks that are asked about: those that wrote the checkpoint, unless others are given."""
+    """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
+
+    Raises:
+        StateError: It has no state of training data, on any ranks.
+        click.UsageError: It does not say which wrote it, and none are given.
+    """
+    checkpoint.needed()
     if devices is not None:
         return devices * nodes
     saved = checkpoint.written.get("ranks")

@@ -186,13 +186,8 @@ def _shards(state: Any) -> dict[str, int] | None:
     """The shards that are left of a stream, and how many of these several ranks read together."""
     if not isinstance(state, StreamState):
         return None
-    readers: dict[tuple[str, int, int], set[int]] = {}
-    for name, slots in state.slices.items():
-        for slot, slices in enumerate(slots):
-            for piece in slices:
-                for shard in piece.of.shards:
-                    readers.setdefault((name, piece.of.epoch, shard), set()).add(slot % state.num_replicas)
-    return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers.values())}
+    readers = state.shards_left().values()
+    return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers)}
 
 
 def from_the_beginning(data: UsersData) -> UsersData:
