@@ -194,6 +194,7 @@ class TestTheSameSlots:
         while not is_over:
             steps, state, is_over = serve_epoch(state, rng.randint(1, 4))
             taken += steps
+            assert state.shards_left().keys() == state.on(5, 1).shards_left().keys()
         assert taken == whole
         assert state.following().to_dict()["sources"] == end.following().to_dict()["sources"]
 
