@@ -236,8 +236,8 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
         ]:
             notes.append(
                 f"{name_of('training', path)} was not trained so: after {steps:,} steps of epoch {epoch} the "
-                f"checkpoint has {', '.join(found)}. Ranks, batch size or data were others before within the epoch, "
-                "and these steps are not those of the run."
+                f"checkpoint has {', '.join(found)}. Ranks, batch size or data changed within the epoch: these steps "
+                "are not those of the run."
             )
     return notes
 

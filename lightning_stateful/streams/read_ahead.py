@@ -31,7 +31,7 @@ _KEPT_SIZES = 4096
 # NumPy sorts numbers of two bytes by counting.
 _MOST_COUNTED = 2**15
 # Ends errors on items that are not those of the run that was saved.
-OTHER_SEED = "If accept=('seed',) let another seed pass, that may be the cause: pass the saved seed until the epoch ends."
+OTHER_SEED = "Another seed, that accept=('seed',) let pass, may be the cause: pass the saved one until the epoch ends."
 
 
 class BlockNode(StreamNode[T]):

@@ -311,6 +311,11 @@ class TestReports:
         assert again.read_again() == {}
         assert serve_epoch(again)[0] == serve_epoch(begun)[0]
 
+    def test_shards_of_several_sources_count_each(self) -> None:
+        begun = StreamState.beginning(mixture({"a": [4], "b": [4, 4]}, batching={"batch_size": 1}), 0, 1, 1)
+        _, state = take(begun, 2)
+        assert (begun.report()["shards_left"], state.report()["shards_left"]) == (3, 3)
+
     def test_shards_and_samples_that_were_left_out_are_counted(self) -> None:
         config = alone(
             [4] * 6,
