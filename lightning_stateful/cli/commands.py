@@ -218,7 +218,7 @@ def check(
 @group.command(
     cls=Command,
     epilog="""lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3
-    lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3 --steps 100 --steps 120""",
+    lightning-stateful trained last.ckpt my_project.data:make_datamodule --epoch 3 --first 100 --last 120""",
 )
 @_path
 @click.argument("factory")
@@ -246,8 +246,9 @@ def trained(
 
     Of packed data they are numbers of sequences, not of documents.
 
-    They are computed: an order is a function of the epoch and the ranks. So they are those of an epoch that was trained
-    on so many ranks from its beginning to its end, or to the checkpoint.
+    They are computed: an order is a function of the epoch, the ranks, the batch size and the seed. So they are those of
+    an epoch that was trained with the present ones from its beginning to its end, or to the checkpoint. A note says so,
+    and another where the checkpoint shows that they were others.
     """
     found = read_checkpoint(checkpoint)
     ranks = _ranks(found, devices, nodes)
@@ -259,7 +260,8 @@ def trained(
             path: [list(users_data.batches_of(data, path, epoch, rank, steps)) for rank in range(ranks)]
             for path in data.combined.loaders
         }
-    notes += users_data.notes_on_indices(data)
+        notes_on_epoch = users_data.notes_on_epoch(found, data, epoch, steps)
+    notes += [*notes_on_epoch, *users_data.notes_on_indices(data)]
     shown = range(first, steps if last is None else min(last + 1, steps))
     if json_:
         listed = {path: [[of[step] for step in shown] for of in by_rank] for path, by_rank in rows.items()}
@@ -390,7 +392,13 @@ def _data(
 
 
 def _ranks(checkpoint: Checkpoint, devices: int | None, nodes: int) -> int:
-    """The ranks that are asked about: those that wrote the checkpoint, unless others are given."""
+    """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
+
+    Raises:
+        StateError: It has no state of training data, on any ranks.
+        click.UsageError: It does not say which wrote it, and none are given.
+    """
+    checkpoint.needed()
     if devices is not None:
         return devices * nodes
     saved = checkpoint.written.get("ranks")

@@ -24,7 +24,7 @@ from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import build_patched, drawn_key
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.state import warning_of_unknown
+from lightning_stateful.state import walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.trainer.loader_proxy import Structure
@@ -36,6 +36,8 @@ from lightning_stateful.verify.factory import made_by
 _SEED = "PL_GLOBAL_SEED"
 # Begins a default that is the checkpoint's, which int() reads all the same; seed_everything never writes it.
 _SAVED = "+"
+# Counts in a progress that follow from the steps trained: over all ranks, by source, and by number of ranks.
+_AT = ("cycle", "consumed", "served", "segments")
 
 
 class UsersData(NamedTuple):
@@ -186,13 +188,8 @@ def _shards(state: Any) -> dict[str, int] | None:
     """The shards that are left of a stream, and how many of these several ranks read together."""
     if not isinstance(state, StreamState):
         return None
-    readers: dict[tuple[str, int, int], set[int]] = {}
-    for name, slots in state.slices.items():
-        for slot, slices in enumerate(slots):
-            for piece in slices:
-                for shard in piece.of.shards:
-                    readers.setdefault((name, piece.of.epoch, shard), set()).add(slot % state.num_replicas)
-    return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers.values())}
+    readers = state.shards_left().values()
+    return {"left": len(readers), "read_by_several_ranks": sum(len(ranks) > 1 for ranks in readers)}
 
 
 def from_the_beginning(data: UsersData) -> UsersData:
@@ -212,6 +209,37 @@ def notes_on_indices(data: UsersData) -> list[str]:
                 "PackedDataset.parts tells the documents in a sequence."
             )
     return packed
+
+
+def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: int) -> list[str]:
+    """Notes on an epoch whose first ``steps`` steps were computed as if it had these data from its beginning on.
+
+    The first says so. Another follows for each loader of which the checkpoint has another position after these steps.
+
+    Args:
+        checkpoint: The checkpoint.
+        data: The loaders, as before any state was loaded into them.
+        epoch: The epoch.
+        steps: Steps of it that a run had trained by the checkpoint.
+    """
+    notes = [
+        f"epoch {epoch} is listed as of the present ranks, batch size and seed. Whether it was begun with others a "
+        "checkpoint does not say; a ledger does (StatefulDataCallback(ledger=...))."
+    ]
+    computed = dict(walk(data.combined.state_at(epoch, steps)))
+    for path, state in checkpoint.loaders.items():
+        saved, listed = state["progress"], computed[path]["progress"] if path in computed else {}
+        if saved["epoch"] != listed.get("epoch"):
+            continue
+        if found := [
+            f"{name} {saved[name]}, not {listed[name]}" for name in _AT if saved.get(name) != listed.get(name)
+        ]:
+            notes.append(
+                f"{name_of('training', path)} was not trained so: after {steps:,} steps of epoch {epoch} the "
+                f"checkpoint has {', '.join(found)}. Ranks, batch size or data changed within the epoch: these steps "
+                "are not those of the run."
+            )
+    return notes
 
 
 def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:

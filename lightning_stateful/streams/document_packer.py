@@ -20,12 +20,10 @@ from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
 from lightning_stateful.streams.numbered import numbered, without_numbers
-from lightning_stateful.streams.read_ahead import BlockShuffle
+from lightning_stateful.streams.read_ahead import OTHER_SEED, BlockShuffle
 from lightning_stateful.streams.shard_reader import OnError, check_on_error
 from lightning_stateful.streams.transforms import Where, sample_in_words
 
-# Begins the description of a packer.
-PACKED = "packed"
 # Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128
 _FEW_TOKENS, _MANY_TOKENS = 2**13, 2**16
@@ -158,7 +156,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
             raise PositionError(
                 f"{begun['served']} sequences were given since a document that is read again, and now its stream gives "
                 f"{left_out}, or others. Read the same data with the same functions and the same packing, or resume "
-                "from another checkpoint."
+                f"from another checkpoint. {OTHER_SEED}"
             )
 
     def next_many(self, number: int) -> list[dict[str, NDArray[Any]]]:
@@ -223,7 +221,7 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
         described = self._packing.config()
         if self._packing.is_whole:
             described["open_sequences"] = self._packing.open_sequences
-        return [PACKED, described]
+        return ["packed", described]
 
     def _has_next(self) -> bool:
         """Whether there is another finished sequence; reads blocks until there is, or to the end."""

@@ -30,6 +30,8 @@ T = TypeVar("T")
 _KEPT_SIZES = 4096
 # NumPy sorts numbers of two bytes by counting.
 _MOST_COUNTED = 2**15
+# Ends errors on items that are not those of the run that was saved.
+OTHER_SEED = "Another seed, that accept=('seed',) let pass, may be the cause: pass the saved one until the epoch ends."
 
 
 class BlockNode(StreamNode[T]):
@@ -82,7 +84,7 @@ class BlockNode(StreamNode[T]):
                 raise PositionError(
                     f"{self._served} of {begun['of']} items of a block were used, and now it has {len(self._items)}. "
                     "Read the same data with the same functions, lengths and budget, or resume from another "
-                    "checkpoint."
+                    f"checkpoint. {OTHER_SEED}"
                 )
 
     def next_many(self, number: int) -> list[T]:

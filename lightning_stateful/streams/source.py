@@ -20,7 +20,7 @@ from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
-from lightning_stateful.streams.document_packer import PACKED
+from lightning_stateful.streams.document_packer import DocumentPacker
 from lightning_stateful.streams.nodes import Shards, StreamNode
 from lightning_stateful.streams.numbered import Numbering
 from lightning_stateful.streams.read_ahead import BlockShuffle
@@ -171,7 +171,7 @@ class Source:
             # They decide which slot a shard goes to.
             described["sizes"] = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
         steps = [step.describe() for step in self.steps]
-        if steps and steps[-1][0] == PACKED:
+        if self.steps and self.steps[-1].kind is DocumentPacker:
             described["packing"] = steps.pop()[1]
         if steps:
             described["steps"] = steps

@@ -215,10 +215,7 @@ class StreamState:
 
         Of a mixture that is by ``sources``; of several worker slots, those that have said where they stand.
         """
-        left = [self._left(name) for name in self.assignments]
-        shards = {(piece.epoch, shard) for one in left for piece in one.begun for shard in piece.shards}
-        number = len(shards) + sum(len(one.whole) for one in left)
-        report: dict[str, Any] = {"pass": self.epoch, "shards_left": number}
+        report: dict[str, Any] = {"pass": self.epoch, "shards_left": len(self.shards_left())}
         report |= dict(zip(_COUNTS, self.left_out, strict=True))
         if not self.config.counts_given:
             return report
@@ -232,6 +229,19 @@ class StreamState:
             return {**report, "sources": sources}
         alone = sources[ALONE]
         return {**report, **{name: alone[name] for name in alone if name != "share"}}
+
+    def shards_left(self) -> dict[tuple[str, int, int], set[int]]:
+        """The shards that are not read to their end, by source, pass and number, with the ranks that go on in each."""
+        found: dict[tuple[str, int, int], set[int]] = {}
+        for slot in range(self.num_slots):
+            for name in self.assignments:
+                here = self._progress(name, slot)
+                for slot_slice in here.slices[here.current :]:
+                    at = here.state if slot_slice is here.reading else None
+                    first = 0 if at is None or at["source"] is None else innermost(at)["shard"]
+                    for shard in slot_slice.of.shards[first:]:
+                        found.setdefault((name, slot_slice.of.epoch, shard), set()).add(slot % self.num_replicas)
+        return found
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:
         """The shards that a slot has open in a state, by name."""

@@ -84,7 +84,9 @@ def test_a_checkpoint_without_a_data_state_says_what_a_resume_would_replay(check
     assert "epoch 0, batch 4; global step 4" in told.out
     assert "No data state" in told.out
     assert "replay as many as 4 batches" in told.out
-    for command in (("plan", checkpoints("lightning"), "--devices", 2), ("diff", *[checkpoints("lightning")] * 2)):
+    path = checkpoints("lightning")
+    of_data = ("trained", path, "support.command_data:plain", "--epoch", 0)
+    for command in (("plan", path), ("plan", path, "--devices", 2), ("diff", path, path), of_data):
         told = tell(*command)
         assert (told.code, told.err.count("\n")) == (2, 1)
         assert "it has no state of training data" in told.err

@@ -13,7 +13,7 @@ from support import command_data
 from support.ddp_runs import run
 from support.ledger import batches, parts, samples, trained
 from support.ranks import Ranks
-from support.runs import stopped, train
+from support.runs import stopped, train, train_alone
 
 DATA = "support.command_data"
 
@@ -82,6 +82,29 @@ def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any
     assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
 
 
+LISTED = "note: epoch 0 is listed as of the present ranks, batch size and seed. Whether it was begun with others"
+
+
+@pytest.mark.parametrize("name", ["numbers", "mixture", "buckets", "side_by_side"])
+def test_a_list_says_that_it_is_of_the_present_settings(tell: Any, tmp_path: Path, name: str) -> None:
+    first, second, make = tmp_path / "first.ckpt", tmp_path / "second.ckpt", getattr(command_data, name)
+    run = train_alone if name == "side_by_side" else train
+    stopped(first, make, batch=1, run=run)
+    stopped(second, make, batch=3, run=run, ckpt_path=first)
+    told = tell("trained", second, f"{DATA}:{name}", "--epoch", 0)
+    assert (told.code, told.err.count("\n"), told.err.startswith(LISTED)) == (0, 1, True)
+
+
+def test_a_list_that_is_not_of_the_run_is_called_so(tell: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    stopped(first, command_data.numbers, batch=3)
+    stopped(second, command_data.large_batches, batch=1, ckpt_path=first)
+    told = tell("trained", second, f"{DATA}:large_batches", "--epoch", 0, "--json")
+    notes = json.loads(told.out)["notes"]
+    assert (told.code, len(notes)) == (0, 2)
+    assert "the checkpoint has consumed 14, not 15." in notes[1]
+
+
 def test_a_plan_says_what_it_does_not_count(tell: Any, tmp_path: Path) -> None:
     stopped(tmp_path / "cut.ckpt", command_data.round_robin, epoch=1, batch=3, limit_train_batches=6)
     told = tell("plan", tmp_path / "cut.ckpt", "--devices", 1, "--batch-size", 2)
@@ -102,6 +125,9 @@ def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tel
     words = tell("plan", checkpoints("stream"), f"{DATA}:stream", "--devices", 4).out
     assert words.startswith("on 4 ranks: how many steps are left of epoch 0 is known only when it ends\n")
     assert found["loaders"][""]["shards"] == {"left": 8, "read_by_several_ranks": 4}
+    # Shards that were read are not left on the saved ranks either.
+    same = json.loads(tell("plan", checkpoints("stream"), f"{DATA}:stream", "--json").out)
+    assert same["loaders"][""]["shards"] == {"left": 8, "read_by_several_ranks": 0}
     for command in (("plan", checkpoints("stream"), "--devices", 2), ("trained", checkpoints("stream"))):
         more = (f"{DATA}:stream", "--epoch", 0) if command[0] == "trained" else ()
         told = tell(*command, *more)
@@ -166,8 +192,9 @@ def test_numbers_of_packed_data_are_said_to_be_those_of_sequences(checkpoints: A
     assert told.out.startswith("epoch 0, step 0, rank 0: 0 1\n")
     assert "the numbers are those of sequences, not of documents" in told.err
     found = json.loads(tell("trained", checkpoints("packed"), f"{DATA}:packed", "--epoch", 0, "--json").out)
-    assert "sequences, not of documents" in found["notes"][0]
-    assert tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 0).err == ""
+    assert "sequences, not of documents" in found["notes"][1]
+    told = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 0)
+    assert (told.err.count("\n"), "sequences" in told.err) == (1, False)
 
 
 WRONG = {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from support.bucket_cases import in_budget
@@ -16,6 +19,7 @@ from support.bucket_cases import in_budget
 import lightning_stateful
 from lightning_stateful.bucketing import QuadraticCost
 from lightning_stateful.cli import main
+from lightning_stateful.cli.commands import group
 from lightning_stateful.report.padding import padding_report, summary
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler
 
@@ -147,6 +151,16 @@ def test_the_version_and_the_help_are_there_and_so_is_the_completion_of_shells()
 def test_the_help_of_each_command_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
     assert f"\n  lightning-stateful {command} " in capsys.readouterr().out.split("Examples:")[1]
+
+
+@pytest.mark.parametrize("command", group.commands.values(), ids=group.commands)
+def test_every_example_in_the_help_has_options_that_the_command_knows(command: click.Command) -> None:
+    examples = (command.epilog or "").strip().splitlines()
+    assert examples
+    for example in examples:
+        script, name, *arguments = shlex.split(re.split(r"&&|\|", example)[0])
+        assert (script, name) == ("lightning-stateful", command.name)
+        command.make_context(name, arguments)
 
 
 def test_without_click_it_is_said_what_to_install(

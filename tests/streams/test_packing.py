@@ -216,7 +216,7 @@ def test_other_documents_than_before_are_refused(how: Any, changed: Any) -> None
         next(node)
     state = node.state_dict()
     assert state["open"]
-    with pytest.raises(PositionError, match="sequences were given since a document that is read again"):
+    with pytest.raises(PositionError, match=r"sequences were given since a document that is read again.*seed"):
         started(packer(changed(given), packing), state)
 
 

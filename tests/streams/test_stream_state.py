@@ -194,6 +194,7 @@ class TestTheSameSlots:
         while not is_over:
             steps, state, is_over = serve_epoch(state, rng.randint(1, 4))
             taken += steps
+            assert state.shards_left().keys() == state.on(5, 1).shards_left().keys()
         assert taken == whole
         assert state.following().to_dict()["sources"] == end.following().to_dict()["sources"]
 
@@ -309,6 +310,11 @@ class TestReports:
         again = state.begun_again()
         assert again.read_again() == {}
         assert serve_epoch(again)[0] == serve_epoch(begun)[0]
+
+    def test_shards_of_several_sources_count_each(self) -> None:
+        begun = StreamState.beginning(mixture({"a": [4], "b": [4, 4]}, batching={"batch_size": 1}), 0, 1, 1)
+        _, state = take(begun, 2)
+        assert (begun.report()["shards_left"], state.report()["shards_left"]) == (3, 3)
 
     def test_shards_and_samples_that_were_left_out_are_counted(self) -> None:
         config = alone(

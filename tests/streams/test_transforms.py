@@ -26,7 +26,7 @@ from support.node_cases import (
 from torchdata.nodes import BaseNode
 
 from lightning_stateful import ChunkedDataset
-from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
+from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError, StateMismatchError
 from lightning_stateful.streams.nodes import StreamNode
 from lightning_stateful.streams.read_ahead import BlockShuffle
 from lightning_stateful.streams.shard_reader import ShardReader
@@ -238,9 +238,9 @@ class TestFailures:
 class Doubled(StreamNode[Any]):
     """A node as the guide describes it, with nothing but what that names."""
 
-    def __init__(self, source: Any, times: int = 2) -> None:
+    def __init__(self, source: Any, times: int = 2, described: Any = ("doubled",)) -> None:
         super().__init__()
-        self.source, self.times = source, times
+        self.source, self.times, self.described = source, times, described
 
     def reset(self, initial_state: Any = None) -> None:
         super().reset(initial_state)
@@ -252,15 +252,19 @@ class Doubled(StreamNode[Any]):
     def get_state(self) -> Any:
         return {"source": self.source.state_dict()}
 
-    def describe(self) -> list[Any]:
-        return ["doubled", self.times]
+    def describe(self) -> Any:
+        return self.described
 
 
-def test_a_node_of_the_users_comes_behind_the_samples_of_a_stream() -> None:
-    stream = ChunkedDataset(range(3), range, shuffle=False).then(Doubled, times=3)
+@pytest.mark.parametrize("described", [["doubled", 3], {"times": 3}, "packed", ["packed"], [], 3, None], ids=repr)
+def test_a_node_of_the_users_comes_behind_the_samples_of_a_stream(described: Any) -> None:
+    stream = ChunkedDataset(range(3), range, shuffle=False).then(Doubled, times=3, described=described)
     iterator = iter(stream)
     assert next(iterator) == 0
     state = stream.state_dict()
     assert list(iterator) == [0, 3]
     stream.load_state_dict(state)
     assert list(stream) == [0, 3]
+    other = ChunkedDataset(range(3), range, shuffle=False).then(Doubled, times=3, described="other")
+    with pytest.raises(StateMismatchError, match="steps"):
+        other.load_state_dict(state)
