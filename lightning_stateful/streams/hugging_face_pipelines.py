@@ -216,7 +216,7 @@ def _apart(stage: Any) -> str:
         return "drop_last_batch=True drops the last batch of each. Leave it out to train on every sample"
     if _accumulates(stage):
         return "batch(by_column=...) joins what follows each other within one. Give the dataset one file, or one shard"
-    if any("_batch" in _name_of(function) for function in _functions_of(stage) if not _is_of_user(function)):
+    if any("batch" in _name_of(function) for function in _functions_of(stage) if not _is_of_user(function)):
         return f"batch({stage.batch_size}) ends each with a smaller batch. Let batch_size= of the loader make batches"
     if getattr(stage, "with_indices", False):
         return "with_indices=True counts from 0 in each. Give samples a column that tells them apart"
