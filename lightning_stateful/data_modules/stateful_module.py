@@ -106,14 +106,11 @@ class StatefulDataModule(pl.LightningDataModule):
         handed over. A subclass that overrides ``state_dict`` returns ``{**super().state_dict(), ...}``.
     """
 
-    predict: _EvaluationSet
-    test: _EvaluationSet
-    val: _EvaluationSet
     holds_data_state = True
 
-    val = _EvaluationSet()
-    test = _EvaluationSet()
-    predict = _EvaluationSet()
+    val: _EvaluationSet = _EvaluationSet()
+    test: _EvaluationSet = _EvaluationSet()
+    predict: _EvaluationSet = _EvaluationSet()
 
     def __init__(
         self,

@@ -78,6 +78,11 @@ class FileHeader:
     time: float = 0.0
     host: str = ""
 
+    def shards_of(self, path: str) -> Sequence[str] | int:
+        """The names of a stream's shards, or their number where there are many; 0 of other data."""
+        found: Sequence[str] | int = self.loaders.get(path, {}).get("shards", 0)
+        return found
+
 
 class ShardSample(NamedTuple):
     """A sample of a stream.

@@ -274,8 +274,8 @@ class Ledger:
         if not batch.parts:
             self._ended.add(batch.epoch)
         for part in batch.parts:
-            shards = self.starts[number].header.loaders.get(part.path, {}).get("shards", 0)
-            row = Row(number, rank, batch.epoch, batch.batch, part.listed(shards), part.number)
+            items = part.listed(self.starts[number].header.shards_of(part.path))
+            row = Row(number, rank, batch.epoch, batch.batch, items, part.number)
             found = self.skipped if part.skipped else self.rows
             found.setdefault(part.path, {}).setdefault((part.epoch, part.cycle), []).append(row)
 

@@ -171,7 +171,7 @@ def coverage_of(ledger: Ledger, path: str = "") -> Coverage | None:
     sizes = [len(one[0]) for one in found]
     steps, starts, is_lost_of = (np.repeat([one[column] for one in found], sizes) for column in (1, 2, 3))
     items, again = (np.concatenate([one[column] for one in found]) for column in (0, 4))
-    of_shards = bool(_shards_of(ledger.starts[-1].header, path))
+    of_shards = bool(ledger.starts[-1].header.shards_of(path))
     if of_shards:
         items = np.unique(items, return_inverse=True)[1]
     at = sorted((step, of) for of, step in epochs.items())
@@ -338,14 +338,9 @@ def _parts_over(batches: Sequence[Batch], path: str, begin: int) -> Iterator[tup
 def _indices(part: Part, header: FileHeader) -> Integers:
     """The items of a part; of a stream's samples, numbers in the order of shards and of places in them."""
     items = np.asarray(part.items, dtype=np.int64)
-    total = _shards_of(header, part.path)
+    shards = header.shards_of(part.path)
+    total = shards if isinstance(shards, int) else len(shards)
     return items if not total else (items % total << _BITS_OF_PLACE) + items // total
-
-
-def _shards_of(header: FileHeader, path: str) -> int:
-    """The number of a stream's shards; 0 of other data."""
-    shards = header.loaders.get(path, {}).get("shards", 0)
-    return shards if isinstance(shards, int) else len(shards)
 
 
 def _part_of(batch: Batch, path: str) -> Part | None:

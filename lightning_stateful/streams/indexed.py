@@ -33,7 +33,7 @@ class IndexedShards(Shards):
         seed: Chooses the orders; None for the seed of Lightning's ``seed_everything``, or 0.
     """
 
-    draws = True
+    draws = has_index = True
 
     def __init__(self, dataset: Any, shard_size: int, *, shuffle: bool, seed: int | None) -> None:
         self._dataset, self._size = dataset, shard_size
@@ -47,15 +47,11 @@ class IndexedShards(Shards):
 
     def node(self, shard: int, epoch: int) -> BaseNode[Any]:
         """The samples of a shard in an epoch."""
-        return IndexedNode(self._dataset, self.indices_in(shard, epoch))
-
-    def indices_in(self, shard: int, epoch: int) -> list[int]:
-        """The indices of a shard's samples in an epoch."""
         indices = np.arange(shard * self._size, min((shard + 1) * self._size, self._length))
         if self._shuffle:
             key = derive_seed("indexed", seed_or_default(self._seed), epoch)
             indices = KeyedPermutation(self._length, key).take(indices)
-        return indices.tolist()  # type: ignore[no-any-return]  # a list of int
+        return IndexedNode(self._dataset, indices.tolist())
 
     def name(self, shard: int) -> str:
         """The number of a shard."""
@@ -89,7 +85,8 @@ class IndexedNode(StreamNode[Any]):
 
     def __init__(self, dataset: Any, indices: list[int]) -> None:
         super().__init__()
-        self._dataset, self._indices = dataset, indices
+        self._dataset = dataset
+        self.indices: list[int] = indices
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or go to where a state was taken."""
@@ -98,15 +95,15 @@ class IndexedNode(StreamNode[Any]):
 
     def next(self) -> Any:
         """The next sample."""
-        if self._at >= len(self._indices):
+        if self._at >= len(self.indices):
             raise StopIteration
-        sample = self._dataset[self._indices[self._at]]
+        sample = self._dataset[self.indices[self._at]]
         self._at += 1
         return sample
 
     def skip(self, number: int) -> int:
         """Leave out samples, which are not read."""
-        skipped = min(number, len(self._indices) - self._at)
+        skipped = min(number, len(self.indices) - self._at)
         self._at += skipped
         return skipped
 

@@ -34,6 +34,7 @@ class Shards(ABC):
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         runs_users_code: Whether any code of the user's runs as a shard is opened or read.
         num_bare: Shards in a row, so far, whose nodes held no random generators of their own.
+        has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
@@ -43,6 +44,7 @@ class Shards(ABC):
     draws: bool = False
     runs_users_code: bool = True
     num_bare: int = 0
+    has_index: bool = False
     hides_workers: bool = False
     warning: str = ""
     reread: str = ""
@@ -74,10 +76,6 @@ class Shards(ABC):
         """Samples of each shard, where that is known without reading."""
         return None
 
-    def indices_in(self, shard: int, epoch: int) -> Sequence[int] | None:
-        """The indices of a shard's samples in the data, where these have an index; None for other data."""
-        return None
-
     def seeded(self, seed: int) -> Shards:
         """The same shards, with this seed where they draw an order and have no seed of their own."""
         return self
@@ -98,6 +96,7 @@ class StreamNode(BaseNode[T]):
             ``"where"``.
         state_shape: The shape of its states, as :mod:`~lightning_stateful.shapes` has it, but for counts of what
             is left out; empty where nothing is known of it.
+        indices: The indices of the samples of a shard, where :attr:`Shards.has_index`; else None.
         keeps_numbers: Whether samples that come with their numbers leave it with them; see
             :mod:`~lightning_stateful.streams.numbered`.
     """
@@ -105,6 +104,7 @@ class StreamNode(BaseNode[T]):
     context: ClassVar[tuple[str, ...]] = ()
     state_shape: ClassVar[Mapping[str, Any]] = {}
     keeps_numbers: ClassVar[bool] = False
+    indices: Sequence[int] | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods

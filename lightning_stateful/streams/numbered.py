@@ -70,7 +70,9 @@ NOTHING = Given()
 
 def numbered(items: Sequence[Any], numbers: Sequence[tuple[int, ...]] | None) -> list[Any]:
     """Items with their numbers; the items alone where there are none."""
-    return list(items) if numbers is None else list(map(Numbered, zip(items, numbers, strict=True)))
+    if numbers is None:
+        return items if isinstance(items, list) else list(items)
+    return list(map(Numbered, zip(items, numbers, strict=True)))
 
 
 def without_numbers(items: Sequence[Any]) -> tuple[list[Any], list[tuple[int, ...]] | None]:

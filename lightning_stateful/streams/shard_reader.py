@@ -191,7 +191,7 @@ class ShardReader(StreamNode[Any]):
                 "Let it return a torchdata.nodes.BaseNode, whose next() gives the samples."
             )
         self._node = node
-        self._indices = None if self._numbering is None else self._shards.indices_in(number, self._epoch)
+        self._indices = node.indices if isinstance(node, StreamNode) else None
         # A copy, which a node may go on counting in.
         try:
             reset_to(node, copy_plain(self._state))

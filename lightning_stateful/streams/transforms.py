@@ -154,7 +154,7 @@ class MapNode(_SampleNode):
     def _items_of(self, samples: list[Any]) -> list[Any]:
         samples, numbers = without_numbers(samples)
         results = self._run(samples, self._function)
-        items = results if numbers is None else numbered(results, numbers)
+        items = numbered(results, numbers)
         if self._on_error != "skip":
             return items
         return list(compress(items, [result is not _FAILED for result in results]))

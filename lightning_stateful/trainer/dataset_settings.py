@@ -101,9 +101,9 @@ class DatasetSettings:
     def changed_containers(self, path: str) -> str:
         """Digest of containers, arrays and tensors that something else than reading has changed; empty for none."""
         built, read = self._built[path], self._changed_by_reading[path]
-        now = _containers(self._loaders[path])
+        now = _attributes(self._loaders[path], only_containers=True)
         changed = sorted((name, text) for name, text in now.items() if text != built.get(name, "") and name not in read)
-        return hashlib.blake2b(repr(changed).encode("utf-8", "replace"), digest_size=6).hexdigest() if changed else ""
+        return _digest_of(repr(changed).encode("utf-8", "replace")) if changed else ""
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         expected = self._expected.get(path, {})
@@ -130,24 +130,17 @@ class DatasetSettings:
         )
 
 
-def _attributes(loader: StatefulLoader) -> dict[str, str]:
-    found = {}
+def _attributes(loader: StatefulLoader, *, only_containers: bool = False) -> dict[str, str]:
+    found: dict[str, str] = {}
     for number, dataset in enumerate(_users_of(loader.dataset)):
-        # A default in the class is what an instance has until another is set.
-        held = {name: repr(value) for name, value in vars(type(dataset)).items() if type(value) in _DEFAULTS}
-        held = {name: value for name, value in held.items() if name[:2] != "__"}
-        for name, value in {**held, **HeldState(dataset, containers=False).plain()}.items():
-            found[f"{number}.{name}" if number else name] = _shortened(value)
-    return {**found, **_containers(loader)}
-
-
-def _containers(loader: StatefulLoader) -> dict[str, str]:
-    return {
-        f"{number}.{name}" if number else name: _shortened(text)
-        for number, dataset in enumerate(_users_of(loader.dataset))
-        for name, value in HeldState(dataset, containers=False).attributes()
-        if (text := _shown(value))
-    }
+        state = HeldState(dataset, containers=False)
+        held = {name: text for name, value in state.attributes() if (text := _shown(value))}
+        if not only_containers:
+            # A default in the class is what an instance has until another is set.
+            defaults = {name: repr(value) for name, value in vars(type(dataset)).items() if type(value) in _DEFAULTS}
+            held = {**{name: text for name, text in defaults.items() if name[:2] != "__"}, **state.plain(), **held}
+        found |= {f"{number}.{name}" if number else name: _shortened(text) for name, text in held.items()}
+    return found
 
 
 def _shown(value: Any) -> str:
@@ -158,8 +151,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
             return ""
-        digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=6).hexdigest()
-        return f"an array {digest} of {value.nbytes} bytes"
+        return f"an array {_digest_of(np.ascontiguousarray(value).tobytes())} of {value.nbytes} bytes"
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
     if not isinstance(value, (list, tuple, dict, deque)):
@@ -186,8 +178,11 @@ def _is_plain(values: list[Any]) -> bool:
 
 
 def _shortened(text: str) -> str:
-    is_long = len(text) > _MOST_CHARACTERS
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).hexdigest() if is_long else text
+    return _digest_of(text.encode("utf-8", "replace")) if len(text) > _MOST_CHARACTERS else text
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def _users_of(dataset: Any) -> list[Any]:

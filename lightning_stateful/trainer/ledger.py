@@ -291,21 +291,22 @@ def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], *, has_key
         path: {
             "length": _num_once(loader) if is_whole and not has_key else None,
             "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
-            "data": digest(_numbered_by(loader)),
+            "data": digest(_numbered_by(loader, counts.get("mixture", {}))),
             **_shards_in(loader),
-            **BatchCounts(loader).described(),
+            **counts,
         }
         for path, loader in loaders.items()
+        for counts in (BatchCounts(loader).described(),)
     }
 
 
-def _numbered_by(loader: AnyLoader) -> Mapping[str, Any]:
+def _numbered_by(loader: AnyLoader, mixture: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings by which items are numbered."""
-    config, described = loader.tracker.config, BatchCounts(loader).described().get("mixture", {})
-    if isinstance(loader, StreamLoader) or "packing" in config or not ("dataset" in config or "lengths" in described):
+    config = loader.tracker.config
+    if isinstance(loader, StreamLoader) or "packing" in config or not ("dataset" in config or "lengths" in mixture):
         return config
     # An index is of the same sample under any order.
-    return {"dataset": config.get("dataset"), **{name: described.get(name) for name in ("names", "lengths")}}
+    return {"dataset": config.get("dataset"), **{name: mixture.get(name) for name in ("names", "lengths")}}
 
 
 def _shards_in(loader: AnyLoader) -> dict[str, Any]:
@@ -326,8 +327,9 @@ def _shards_in(loader: AnyLoader) -> dict[str, Any]:
 
 def _name_of(shards: Shards, shard: int) -> str:
     # Of data with an index all samples are numbered as those of the first shard.
-    is_indexed = shards.indices_in(shard, 0) is not None
-    return f"by index, {shard}" if is_indexed and shard else "by index" if is_indexed else shards.name(shard)
+    if not shards.has_index:
+        return shards.name(shard)
+    return f"by index, {shard}" if shard else "by index"
 
 
 def _is_a_pass(loader: StreamLoader) -> bool:
