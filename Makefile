@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What depends most on the versions of Lightning, Hugging Face's datasets and NumPy, in a virtual environment of its own.
 OLDEST := .venv-oldest/.installed
-OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tests/core tests/mixture \
+OLDEST_TESTS := tests/test_dependencies.py tests/test_state.py tests/streams tests/stream_nodes tests/core tests/mixture \
 	tests/loaders/test_combined_loaders.py tests/loaders/test_source_datasets.py tests/loaders/test_length_cache.py \
 	tests/trainer/resume tests/trainer/loaders/test_structures.py tests/trainer/loaders/test_samplers.py \
 	tests/trainer/test_internals.py tests/trainer/test_streams.py tests/trainer/test_ddp.py

@@ -18,8 +18,8 @@ from torchdata.nodes import BaseNode
 
 from benchmarks.measure import Row, interleave, median_ratio, report, target
 from lightning_stateful import Packing
+from lightning_stateful.stream_nodes.nodes import NodeState, StreamNode
 from lightning_stateful.streams import DocumentPacker
-from lightning_stateful.streams.nodes import NodeState, StreamNode
 
 DOCUMENTS, OPEN, ROUNDS = 30_000, 64, 5
 LENGTHS = (512, 2_048, 8_192)

@@ -14,7 +14,7 @@ from torchdata.nodes import BaseNode
 
 from benchmarks.measure import Row, report, target
 from lightning_stateful import ChunkedDataset
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode, close
+from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode, close
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.streams.stream_state import StreamState

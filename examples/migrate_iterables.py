@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from lightning_stateful import StreamDataModule, patch_dataloader
-from lightning_stateful.streams.node_shards import NodeShards
+from lightning_stateful.streams import NodeShards
 from lightning_stateful.streams.stream import as_stream
 
 WIDTH, BATCH_SIZE = 64, 8

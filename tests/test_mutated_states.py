@@ -51,8 +51,8 @@ from lightning_stateful import (
 )
 from lightning_stateful.errors import DamagedStateError, StateError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loops.saved_progress import LoopProgress, read_callback_state
 from lightning_stateful.state import check, sealed
-from lightning_stateful.trainer.saved_progress import LoopProgress, read_callback_state
 
 State = dict[str, Any]
 DATA = [torch.tensor(float(number)) for number in range(80)]

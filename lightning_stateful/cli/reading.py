@@ -11,14 +11,14 @@ from typing import Any
 
 from lightning_stateful.cli.plain_pickle import from_pickles, from_zip, refuse_flipped
 from lightning_stateful.errors import DamagedStateError, StateError, StatefulError
-from lightning_stateful.state import check, pack_combined, walk
-from lightning_stateful.trainer.saved_progress import (
+from lightning_stateful.loops.saved_progress import (
     CALLBACK_KEY,
     LoopProgress,
     data_state_in,
     read_callback_state,
     read_counters,
 )
+from lightning_stateful.state import check, pack_combined, walk
 
 # Values in a state, and how deep they lie in each other.
 _MOST_VALUES, _DEEPEST = 2**23, 100

@@ -16,10 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.mixture_samplers import refuse_splits
-from lightning_stateful.state import check, pack_combined, refuse_differences, walk
-from lightning_stateful.trainer.callback import StatefulDataCallback
-from lightning_stateful.trainer.lightning import (
+from lightning_stateful.loops.lightning import (
     PACKAGE,
     Checkpoint,
     TrainerFn,
@@ -27,8 +24,11 @@ from lightning_stateful.trainer.lightning import (
     check_package,
     pl,
 )
+from lightning_stateful.loops.saved_progress import STATE_KEY, data_state_in
+from lightning_stateful.samplers.mixture_samplers import refuse_splits
+from lightning_stateful.state import check, pack_combined, refuse_differences, walk
+from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.loader_proxy import Structure
-from lightning_stateful.trainer.saved_progress import STATE_KEY, data_state_in
 from lightning_stateful.trainer.train_loaders import Settings
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
 

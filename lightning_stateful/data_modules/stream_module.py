@@ -15,10 +15,10 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.settings import Packing
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.stream_loader.options import Replay, StreamOptions
-from lightning_stateful.streams.document_packer import DocumentPacker
-from lightning_stateful.streams.hugging_face import HuggingFaceShards
-from lightning_stateful.streams.read_ahead import LengthBatcher
-from lightning_stateful.streams.shard_reader import OnError
+from lightning_stateful.stream_nodes.document_packer import DocumentPacker
+from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards
+from lightning_stateful.stream_nodes.read_ahead import LengthBatcher
+from lightning_stateful.stream_nodes.shard_reader import OnError
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream import Stream, as_stream
 from lightning_stateful.streams.worker_slot import StreamConfig

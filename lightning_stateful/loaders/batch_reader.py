@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.collate_watch import CollateWatch
-from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.held_state import CollateWatch, HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.loaders.planned_batches import (
     OwnPasses,

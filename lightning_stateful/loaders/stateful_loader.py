@@ -27,9 +27,9 @@ from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
+from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
-from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 

@@ -17,10 +17,10 @@ from lightning_stateful.stream_loader.options import IterableBatches, LoaderSetu
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
+from lightning_stateful.stream_nodes.node_shards import draws_orders
+from lightning_stateful.stream_nodes.own_state import beginning_of, has_state
 from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableConfig
-from lightning_stateful.streams.node_shards import draws_orders
-from lightning_stateful.streams.own_state import beginning_of, has_state
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset
 
 # Passes without a step, one after the other, that are put up with.

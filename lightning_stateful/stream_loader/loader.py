@@ -19,7 +19,7 @@ from lightning_stateful.stream_loader.options import IterableBatches, StreamOpti
 from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_loader.plan import StreamEpochPlan
 from lightning_stateful.stream_loader.reader import StreamReader
-from lightning_stateful.streams.hugging_face import is_split_otherwise
+from lightning_stateful.stream_nodes.hugging_face import is_split_otherwise
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import Pickled, copied
 

@@ -20,9 +20,9 @@ from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.worker_slots import draws_in_collation
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.pass_history import digest_of_sample
-from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig

@@ -12,7 +12,7 @@ from lightning_stateful.stream_loader.options import StreamSetup
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
-from lightning_stateful.streams.document_packer import packed_otherwise
+from lightning_stateful.stream_nodes.document_packer import packed_otherwise
 from lightning_stateful.streams.stream_state import StreamState
 
 # Passes without a step, one after the other, that are put up with.

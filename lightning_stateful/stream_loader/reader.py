@@ -34,7 +34,7 @@ from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
-from lightning_stateful.streams.numbered import NOTHING
+from lightning_stateful.stream_nodes.numbered import NOTHING
 
 # Of each name, loaders in this process that have met those of other ranks.
 _COUNTED: Counter[str] = Counter()

@@ -16,8 +16,8 @@ from lightning_stateful.errors import PositionError, StatefulWarning, StreamErro
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
-from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.numbered import NOTHING, Given
+from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.numbered import NOTHING, Given
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]

@@ -19,8 +19,8 @@ from lightning_stateful.errors import StatefulError, StreamError
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
-from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.numbered import NOTHING, Given
+from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.numbered import NOTHING, Given
 from lightning_stateful.user_loaders import copied, is_torchdatas
 
 # What torch says when a worker is gone, or slow.

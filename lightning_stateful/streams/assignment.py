@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_stateful.errors import PositionError
 from lightning_stateful.shapes import COUNT, EPOCH, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, innermost
+from lightning_stateful.stream_nodes.nodes import LEFT_OUT, NodeState, innermost
 
 # Of more ranks, teams of so many share what is shared: each of them reads all of it.
 _MOST_RANKS = 16

@@ -16,11 +16,11 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
-from lightning_stateful.streams.shard_reader import OnError
+from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
+from lightning_stateful.stream_nodes.shard_reader import OnError
+from lightning_stateful.stream_nodes.transforms import MapNode, name_of
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream import Stream
-from lightning_stateful.streams.transforms import MapNode, name_of
 from lightning_stateful.streams.worker_slot import ALONE
 
 # Of a name in an error; what stands for a chunk may be all its samples.

@@ -10,9 +10,9 @@ from typing import Any
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
+from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
-from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.own_state import has_state
 
 # Batches that are read again one by one, in place of a state.
 _FEW = range(2**20)

@@ -11,9 +11,9 @@ from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain
-from lightning_stateful.streams.hugging_face import forget_loaded
-from lightning_stateful.streams.nodes import NodeState
-from lightning_stateful.streams.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
+from lightning_stateful.stream_nodes.hugging_face import forget_loaded
+from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
 from lightning_stateful.streams.pass_history import (
     NUM_FIRST,
     digest_of_dataset,
@@ -23,8 +23,8 @@ from lightning_stateful.streams.pass_history import (
     parts_of,
     saying_what_counts,
 )
+from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
-from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3

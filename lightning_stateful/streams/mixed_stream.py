@@ -14,9 +14,9 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import WeightSchedule
 from lightning_stateful.samplers.mixture_samplers import refuse_splits
-from lightning_stateful.streams.hugging_face import is_hugging_face
+from lightning_stateful.stream_nodes.hugging_face import is_hugging_face
+from lightning_stateful.stream_nodes.nodes import Shards
 from lightning_stateful.streams.indexed import IndexedStream, has_index
-from lightning_stateful.streams.nodes import Shards
 from lightning_stateful.streams.source import By, Mixing
 from lightning_stateful.streams.stream import Stream, as_stream
 from lightning_stateful.streams.worker_slot import ALONE

@@ -19,12 +19,12 @@ from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
 from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.stream_nodes.document_packer import DocumentPacker
+from lightning_stateful.stream_nodes.nodes import Shards, StreamNode
+from lightning_stateful.stream_nodes.numbered import Numbering
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import OnError, ShardReader, check_on_error
 from lightning_stateful.streams.assignment import ShardSlice, SlotSlice
-from lightning_stateful.streams.document_packer import DocumentPacker
-from lightning_stateful.streams.nodes import Shards, StreamNode
-from lightning_stateful.streams.numbered import Numbering
-from lightning_stateful.streams.read_ahead import BlockShuffle
-from lightning_stateful.streams.shard_reader import OnError, ShardReader, check_on_error
 
 By = Literal["batch", "sample"]
 

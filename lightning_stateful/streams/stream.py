@@ -18,12 +18,12 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Pos
 from lightning_stateful.samplers.rng import keep_if_drawn
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import EPOCH, check_shape
-from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
-from lightning_stateful.streams.node_shards import NodeShards
-from lightning_stateful.streams.nodes import NodeState, Shards
+from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards, is_hugging_face
+from lightning_stateful.stream_nodes.node_shards import NodeShards
+from lightning_stateful.stream_nodes.nodes import NodeState, Shards
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams.source import Mixing, Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig, WorkerSlot
 
 KIND = "stream"
@@ -91,7 +91,7 @@ class Stream(IterableDataset[Any]):
         """Put a node behind the samples.
 
         Args:
-            node: A class of :class:`~lightning_stateful.streams.nodes.StreamNode`, called with the node that it reads
+            node: A class of :class:`~lightning_stateful.streams.StreamNode`, called with the node that it reads
                 from and the options. Its ``context`` names what else it is given (``"seed"``, ``"on_error"``,
                 ``"where"``), and its ``describe()`` gives plain data that changes with its options.
             **options: Its other arguments, which are pickled into workers.

@@ -11,9 +11,9 @@ from lightning_stateful.errors import DamagedStateError, PositionError
 from lightning_stateful.packing.plan import Counts, reported
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
+from lightning_stateful.stream_nodes.nodes import NodeState, innermost, sources_of
+from lightning_stateful.stream_nodes.shard_reader import num_read_again
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, check_seen, left_of
-from lightning_stateful.streams.nodes import NodeState, innermost, sources_of
-from lightning_stateful.streams.shard_reader import num_read_again
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.worker_slot import (
     ALONE,

@@ -11,11 +11,11 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.packing.settings import Packing
 from lightning_stateful.shapes import COUNT, Either
+from lightning_stateful.stream_nodes.document_packer import DocumentPacker
+from lightning_stateful.stream_nodes.nodes import LEFT_OUT, NodeState, StreamNode
+from lightning_stateful.stream_nodes.numbered import NOTHING, Given, Numbering, without_numbers
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
-from lightning_stateful.streams.document_packer import DocumentPacker
-from lightning_stateful.streams.nodes import LEFT_OUT, NodeState, StreamNode
-from lightning_stateful.streams.numbered import NOTHING, Given, Numbering, without_numbers
-from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Mixing, Source
 
 # Where a slot begins to read a source.

@@ -17,11 +17,11 @@ from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import epoch_set_to
+from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.state import differences, is_accepted, value_at, walk
 from lightning_stateful.trainer.dataset_settings import DatasetSettings
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import epoch_set_to
-from lightning_stateful.trainer.ranks import gathered
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 PATH = "dataset.content"

@@ -16,11 +16,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
-from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.state import VERSION
-from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
-from lightning_stateful.trainer import loop_progress, optimizer_steps, other_callbacks
-from lightning_stateful.trainer.checkpoint import (
+from lightning_stateful.loops import loop_progress, optimizer_steps, other_callbacks
+from lightning_stateful.loops.checkpoint import (
     find_data_state,
     refuse_empty_loops,
     refuse_other_seed,
@@ -32,18 +29,12 @@ from lightning_stateful.trainer.checkpoint import (
     warn_of_unknown_position,
     warn_of_unusable_weights,
 )
-from lightning_stateful.trainer.epoch_results import EpochResults
-from lightning_stateful.trainer.eval_loaders import exact_evaluation
-from lightning_stateful.trainer.ledger import LedgerWriter
-from lightning_stateful.trainer.lightning import TrainerFn, check_trainer, pl
-from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
-from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
-from lightning_stateful.trainer.other_callbacks import monitored_metrics, restore_metrics
-from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
-from lightning_stateful.trainer.ranks import topology_of
-from lightning_stateful.trainer.run_notes import note_of_run, say_resumed
-from lightning_stateful.trainer.saved_progress import (
+from lightning_stateful.loops.epoch_results import EpochResults
+from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
+from lightning_stateful.loops.other_callbacks import monitored_metrics, restore_metrics
+from lightning_stateful.loops.ranks import topology_of
+from lightning_stateful.loops.run_notes import note_of_run, say_resumed
+from lightning_stateful.loops.saved_progress import (
     CALLBACK_KEY,
     STATE_KEY,
     LoopProgress,
@@ -51,7 +42,16 @@ from lightning_stateful.trainer.saved_progress import (
     read_counters,
     rewritten,
 )
-from lightning_stateful.trainer.signals import HeldSignals
+from lightning_stateful.loops.signals import HeldSignals
+from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.state import VERSION
+from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
+from lightning_stateful.trainer.eval_loaders import exact_evaluation
+from lightning_stateful.trainer.ledger import LedgerWriter
+from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
+from lightning_stateful.trainer.logs import log_data
+from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
+from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
 from lightning_stateful.user_samplers.wrapped_sampler import Tail

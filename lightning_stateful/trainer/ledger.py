@@ -24,15 +24,15 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, LedgerFile, Part, as_items
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.stream_loader.order import StreamOrder
-from lightning_stateful.streams.nodes import Shards
-from lightning_stateful.streams.numbered import by_pass
+from lightning_stateful.stream_nodes.nodes import Shards
+from lightning_stateful.stream_nodes.numbered import by_pass
 from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.trainer.batch_counts import BatchCounts
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.ranks import gathered, topology_of
 
 # Of more shards a header has their number alone.
 _MOST_NAMES = 1000

@@ -34,8 +34,7 @@ from lightning_stateful.errors import ConfigurationError, InvalidLoaderError
 from lightning_stateful.loaders.batch_reader import FailedBatch
 from lightning_stateful.loaders.combined_loaders import MODES
 from lightning_stateful.loaders.patching import AnyLoader, is_iterable
-from lightning_stateful.samplers.tracked_loader import TrackedLoader
-from lightning_stateful.trainer.lightning import (
+from lightning_stateful.loops.lightning import (
     CombinedLoader,
     TrainerFn,
     _check_dataloader_iterable,
@@ -45,6 +44,7 @@ from lightning_stateful.trainer.lightning import (
     _worker_check,
     pl,
 )
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
 
 Request = Callable[[], Any]
 

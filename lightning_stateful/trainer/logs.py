@@ -15,8 +15,8 @@ from lightning_stateful.bucketing.order import BucketEpochPlan, BucketOrder
 from lightning_stateful.bucketing.padding import measure
 from lightning_stateful.core.skip import whole_plan
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.trainer import loop_progress
-from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.loops import loop_progress
+from lightning_stateful.loops.lightning import pl
 
 # Entries of a report of packed documents that stand together; their tokens are counted with those of other data.
 _PACKED = ("documents", "cut", "padding")

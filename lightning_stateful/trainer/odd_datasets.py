@@ -12,9 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loops.lightning import pl
 from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.held_generators import names_in, parts_of, parts_of_class
-from lightning_stateful.trainer.lightning import pl
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_stateful.trainer.loop_progress import BatchBegun
-from lightning_stateful.trainer.saved_progress import LoopProgress
+from lightning_stateful.loops.loop_progress import BatchBegun
+from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.trainer.train_loaders import TrainLoaders
 
 

@@ -10,9 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.trainer import loop_progress
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.saved_progress import LoopProgress
+from lightning_stateful.loops import loop_progress
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.saved_progress import LoopProgress
 
 if TYPE_CHECKING:
     from lightning_stateful.trainer.train_loaders import TrainLoaders

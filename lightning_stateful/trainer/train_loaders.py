@@ -24,14 +24,18 @@ from lightning_stateful.loaders.patching import (
     is_shuffled,
 )
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops import loop_progress
+from lightning_stateful.loops.checkpoint import warn_of_missing_state
+from lightning_stateful.loops.lightning import TrainerFn, is_param_in_hook_signature, pl
+from lightning_stateful.loops.other_callbacks import longest_accumulation
+from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
+from lightning_stateful.loops.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
+from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
-from lightning_stateful.trainer import loop_progress
 from lightning_stateful.trainer.batch_content import BatchContent
-from lightning_stateful.trainer.checkpoint import warn_of_missing_state
 from lightning_stateful.trainer.ledger import LedgerWriter
-from lightning_stateful.trainer.lightning import TrainerFn, is_param_in_hook_signature, pl
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
     Structure,
@@ -42,10 +46,6 @@ from lightning_stateful.trainer.loader_proxy import (
     request_training_loaders,
 )
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
-from lightning_stateful.trainer.other_callbacks import longest_accumulation
-from lightning_stateful.trainer.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.trainer.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
-from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 

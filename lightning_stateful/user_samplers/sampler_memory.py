@@ -12,7 +12,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import (
     Path,
@@ -24,7 +24,6 @@ from lightning_stateful.user_samplers.sampler_copy import (
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
-from lightning_stateful.user_samplers.told_epochs import ToldEpochs
 
 # The cycle of passes that something else than training begins within an epoch.
 ASIDE = 2**16

@@ -24,10 +24,10 @@ from lightning_stateful.errors import ConfigurationError, StatefulError, Statefu
 from lightning_stateful.ledger.files import as_items
 from lightning_stateful.loaders.patching import is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import PACKAGE, pl
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.ledger import LedgerWriter
-from lightning_stateful.trainer.lightning import PACKAGE, pl
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.verify.batches import digests_of, shown
 from lightning_stateful.verify.conditions import set_num_workers

@@ -43,8 +43,8 @@ from torchdata.nodes import IterableWrapper
 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning, StreamError
+from lightning_stateful.stream_nodes.node_shards import NodeShards
 from lightning_stateful.streams import Stream, as_stream
-from lightning_stateful.streams.node_shards import NodeShards
 
 # Makes a loader on so many workers.
 Make = Callable[..., Any]

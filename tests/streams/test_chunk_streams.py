@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, ShardError, StateMismatchError
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 from lightning_stateful.streams.chunks import ChunkedDataset, Chunks
-from lightning_stateful.streams.shard_reader import ShardReader
 
 
 def drawn(value: Any = None) -> tuple[Any, ...]:

@@ -24,11 +24,11 @@ from torchdata.nodes import (
 
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.packing import Packing
+from lightning_stateful.stream_nodes.nodes import close
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle, LengthBatcher
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 from lightning_stateful.streams import DocumentPacker
-from lightning_stateful.streams.nodes import close
-from lightning_stateful.streams.read_ahead import BlockShuffle, LengthBatcher
-from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 
 Over = Callable[[BaseNode[Any]], BaseNode[Any]]
 

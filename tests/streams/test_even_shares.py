@@ -12,10 +12,10 @@ import pytest
 from support.slot_cases import alone, flat, mixture, serve_epoch, serve_rest
 
 from lightning_stateful.bucketing.budget import Budget
-from lightning_stateful.streams.read_ahead import LengthBatcher
+from lightning_stateful.stream_nodes.read_ahead import LengthBatcher
+from lightning_stateful.stream_nodes.transforms import RunningStateNode, WindowNode
 from lightning_stateful.streams.source import Transform
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import RunningStateNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 SKEWED = [500, 200, 100, 50, 50, 50, 25, 25]

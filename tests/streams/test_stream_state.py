@@ -29,10 +29,10 @@ from support.slot_cases import (
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful.errors import DamagedStateError, PositionError
-from lightning_stateful.streams import shard_reader
+from lightning_stateful.stream_nodes import shard_reader
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode, WindowNode
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import FilterNode, MapNode, WindowNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 2), (4, 1), (17, 1), (33, 1)]

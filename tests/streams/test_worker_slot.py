@@ -12,9 +12,9 @@ from support.node_cases import is_kept
 from support.slot_cases import alone, flat, mixture, serve, serve_epoch, slot_of, source
 
 from lightning_stateful.errors import ShardError
+from lightning_stateful.stream_nodes.transforms import FilterNode
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import FilterNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode
 
-from lightning_stateful.streams import nodes
-from lightning_stateful.streams.nodes import NodeState, Shards, StreamNode
+from lightning_stateful.stream_nodes import nodes
+from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
 
 Make = Callable[[], BaseNode[Any]]
 

@@ -21,8 +21,8 @@ from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.packing import Packing
 from lightning_stateful.stream_loader import StreamLoader, StreamOptions
+from lightning_stateful.stream_nodes.read_ahead import LengthBatcher
 from lightning_stateful.streams import DocumentPacker, Stream
-from lightning_stateful.streams.read_ahead import LengthBatcher
 from lightning_stateful.streams.worker_slot import StreamConfig
 
 # What a pass over a loader ends with.

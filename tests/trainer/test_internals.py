@@ -21,10 +21,10 @@ from torchmetrics import Metric, MetricCollection
 
 import lightning_stateful
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.trainer.lightning import INTERNALS
+from lightning_stateful.loops.lightning import INTERNALS
 
 PACKAGE = Path(lightning_stateful.__file__).parent
-FILES = [path for folder in ("trainer", "data_modules") for path in sorted((PACKAGE / folder).glob("*.py"))]
+FILES = [path for folder in ("loops", "trainer", "data_modules") for path in sorted((PACKAGE / folder).glob("*.py"))]
 
 # Private names of what is no part of a Trainer.
 ELSEWHERE: dict[Any, set[str]] = {

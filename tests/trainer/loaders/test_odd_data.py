@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.loops.lightning import pl
 
 
 @pytest.mark.parametrize(

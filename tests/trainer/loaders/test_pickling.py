@@ -19,7 +19,7 @@ from support.stream_runs import chunks
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_stateful import StatefulDataModule
-from lightning_stateful.trainer.lightning import pl
+from lightning_stateful.loops.lightning import pl
 
 
 class Collates(StatefulDataModule):

@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.attributes import PLAIN
 from lightning_stateful.samplers.generator_states import identity_of
 from lightning_stateful.samplers.held_generators import parts_of, parts_of_class
 from lightning_stateful.samplers.rng import get_generator_state, set_generator_state
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import next_step
-from lightning_stateful.trainer.saved_progress import LoopProgress
 
 _MOST_OBJECTS, _MOST_DEEP = 20_000, 24
 # Parts of a loader whose generators follow from the position of the data.

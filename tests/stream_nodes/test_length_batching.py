@@ -19,8 +19,8 @@ from support.node_cases import ListNode, assert_resumes, started
 
 from lightning_stateful.bucketing.budget import Budget, QuadraticCost
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
-from lightning_stateful.streams.read_ahead import LengthBatcher, cut_window
-from lightning_stateful.streams.transforms import FilterNode, MapNode
+from lightning_stateful.stream_nodes.read_ahead import LengthBatcher, cut_window
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode
 
 Sample = dict[str, int]
 

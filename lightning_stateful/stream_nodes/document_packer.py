@@ -18,11 +18,11 @@ from lightning_stateful.packing.open_sequences import OpenSequence, filler_of
 from lightning_stateful.packing.sequences import make_sequences
 from lightning_stateful.packing.settings import LABELS, TOKENS, Packing
 from lightning_stateful.shapes import COUNT, refuse_unless
-from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
-from lightning_stateful.streams.numbered import numbered, without_numbers
-from lightning_stateful.streams.read_ahead import OTHER_SEED, BlockShuffle
-from lightning_stateful.streams.shard_reader import OnError, check_on_error
-from lightning_stateful.streams.transforms import Where, sample_in_words
+from lightning_stateful.stream_nodes.nodes import NodeState, StreamNode, next_many, reset_to, skip, sources_of, state_of
+from lightning_stateful.stream_nodes.numbered import numbered, without_numbers
+from lightning_stateful.stream_nodes.read_ahead import OTHER_SEED, BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import OnError, check_on_error
+from lightning_stateful.stream_nodes.transforms import Where, sample_in_words
 
 # Documents of the first block, and of a block at most; the next has more where a block has few tokens, or less.
 _FIRST_BLOCK, _MOST_DOCUMENTS = 16, 128

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.trainer.lightning import (
+from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_stateful.trainer.lightning import WeightAveraging, pl
+from lightning_stateful.loops.lightning import WeightAveraging, pl
 
 Handler = Callable[[int, Any], Any]
 

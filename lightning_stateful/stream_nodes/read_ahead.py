@@ -20,9 +20,9 @@ from lightning_stateful.core.permutation import Indices, KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.shapes import COUNT, refuse_unless
-from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
-from lightning_stateful.streams.numbered import without_numbers
-from lightning_stateful.streams.transforms import Where, name_of, sample_in_words
+from lightning_stateful.stream_nodes.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.stream_nodes.numbered import without_numbers
+from lightning_stateful.stream_nodes.transforms import Where, name_of, sample_in_words
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import STEPPED_IN, epoch_set_to, next_step
-from lightning_stateful.trainer.saved_progress import LoopProgress
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import STEPPED_IN, epoch_set_to, next_step
+from lightning_stateful.loops.saved_progress import LoopProgress
 
 
 def watch_steps(trainer: pl.Trainer) -> None:

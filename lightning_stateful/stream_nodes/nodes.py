@@ -98,7 +98,7 @@ class StreamNode(BaseNode[T]):
             is left out; empty where nothing is known of it.
         indices: The indices of the samples of a shard, where :attr:`Shards.has_index`; else None.
         keeps_numbers: Whether samples that come with their numbers leave it with them; see
-            :mod:`~lightning_stateful.streams.numbered`.
+            :mod:`~lightning_stateful.stream_nodes.numbered`.
     """
 
     context: ClassVar[tuple[str, ...]] = ()

@@ -21,12 +21,12 @@ from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Loader, Mapper, 
 from lightning_stateful import ChunkedDataset, MixedStream
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StreamError
 from lightning_stateful.packing import Packing
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode
 from lightning_stateful.streams import DocumentPacker
-from lightning_stateful.streams.read_ahead import BlockShuffle
-from lightning_stateful.streams.shard_reader import ShardReader
 from lightning_stateful.streams.source import Source, Transform
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.streams.transforms import FilterNode, MapNode
 from lightning_stateful.streams.worker_slot import ALONE, StreamConfig
 
 

@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
-from lightning_stateful.streams import hugging_face_pipelines as pipelines
-from lightning_stateful.streams.hugging_face import HuggingFaceShards, is_hugging_face
-from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
+from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards, is_hugging_face
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
 # A shard with nothing in it, with one sample, within a table, and over several tables.
 SIZES, OTHER_SIZES = (0, 1, 2, 8), (3, 4)
@@ -489,7 +489,7 @@ import datasets
 from torch.utils.data import DataLoader
 from lightning_stateful import patch_dataloader
 from lightning_stateful.streams import ChunkedDataset
-from lightning_stateful.streams.hugging_face import HuggingFaceShards
+from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards
 dataset = datasets.load_dataset("parquet", data_files={str(tmp_path / "part0.parquet")!r}, split="train",
                                 streaming=True, cache_dir={str(tmp_path / "cache")!r})
 closed = HuggingFaceShards(dataset).node(0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stateful.streams.numbered import Numbering, by_pass, numbered, without_numbers
+from lightning_stateful.stream_nodes.numbered import Numbering, by_pass, numbered, without_numbers
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 6), st.integers(0, 2**30))
 

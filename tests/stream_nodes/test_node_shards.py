@@ -29,9 +29,9 @@ from torchdata.nodes import (
 from lightning_stateful import MixedStream
 from lightning_stateful.errors import ConfigurationError, StateError
 from lightning_stateful.samplers.rng import seed_randomness
-from lightning_stateful.streams import shard_reader
-from lightning_stateful.streams.node_shards import NodeShards
-from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.stream_nodes import shard_reader
+from lightning_stateful.stream_nodes.node_shards import NodeShards
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
 LENGTH = 6
 

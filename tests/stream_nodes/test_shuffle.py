@@ -11,8 +11,8 @@ import pytest
 from support.node_cases import ListNode, NumberedShards, assert_resumes, started
 
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
-from lightning_stateful.streams.read_ahead import BlockShuffle
-from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
 
 def shuffled(length: int = 55, size: int = 8, seed: int = 0, asked: Counter[str] | None = None) -> BlockShuffle[int]:

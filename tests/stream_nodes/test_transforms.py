@@ -27,10 +27,10 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful import ChunkedDataset
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError, StateMismatchError
-from lightning_stateful.streams.nodes import StreamNode
-from lightning_stateful.streams.read_ahead import BlockShuffle
-from lightning_stateful.streams.shard_reader import ShardReader
-from lightning_stateful.streams.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
+from lightning_stateful.stream_nodes.nodes import StreamNode
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
+from lightning_stateful.stream_nodes.transforms import FilterNode, MapNode, RunningStateNode, WindowNode
 
 
 def scan_in_place(state: dict[str, Any], value: Any) -> tuple[int, dict[str, Any]]:

@@ -19,8 +19,8 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError
 from lightning_stateful.samplers.generator_states import process_states
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.streams import hugging_face_pipelines as pipelines
-from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode
+from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
+from lightning_stateful.stream_nodes.nodes import MOST_BARE, NodeState, Shards, StreamNode
 
 _NUM_NAMES = 3
 _SECONDS_TO_EXIT = 1.0

@@ -13,9 +13,9 @@ from support.node_cases import ListNode, NumberedShards, assert_resumes, drawn, 
 from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, MultiNodeWeightedSampler
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, ShardError, StateError
-from lightning_stateful.streams import shard_reader as module
-from lightning_stateful.streams.read_ahead import BlockShuffle
-from lightning_stateful.streams.shard_reader import ShardReader
+from lightning_stateful.stream_nodes import shard_reader as module
+from lightning_stateful.stream_nodes.read_ahead import BlockShuffle
+from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
 SIZES = [3, 0, 5, 1, 0, 4]
 ORDER = (4, 2, 5, 0, 1, 3)

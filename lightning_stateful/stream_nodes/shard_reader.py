@@ -16,9 +16,18 @@ from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
-from lightning_stateful.streams.nodes import MOST_BARE, NodeState, Shards, StreamNode, close, reset_to, skip, state_of
-from lightning_stateful.streams.numbered import Numbered, Numbering
-from lightning_stateful.streams.own_state import OF_STATES
+from lightning_stateful.stream_nodes.nodes import (
+    MOST_BARE,
+    NodeState,
+    Shards,
+    StreamNode,
+    close,
+    reset_to,
+    skip,
+    state_of,
+)
+from lightning_stateful.stream_nodes.numbered import Numbered, Numbering
+from lightning_stateful.stream_nodes.own_state import OF_STATES
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")

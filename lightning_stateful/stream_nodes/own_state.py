@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_stateful.errors import StateError
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.streams.nodes import NodeState
+from lightning_stateful.stream_nodes.nodes import NodeState
 
 # A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
 # many of its characters as JSON. It is kept once a batch was read behind it: a resume reads that again, and compares.

@@ -19,10 +19,10 @@ from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import COUNT
-from lightning_stateful.streams.hugging_face_pipelines import name_and_arguments
-from lightning_stateful.streams.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
-from lightning_stateful.streams.numbered import Numbered, numbered, without_numbers
-from lightning_stateful.streams.shard_reader import OnError, check_on_error
+from lightning_stateful.stream_nodes.hugging_face_pipelines import name_and_arguments
+from lightning_stateful.stream_nodes.nodes import NodeState, StreamNode, next_many, reset_to, skip, state_of
+from lightning_stateful.stream_nodes.numbered import Numbered, numbered, without_numbers
+from lightning_stateful.stream_nodes.shard_reader import OnError, check_on_error
 
 T = TypeVar("T")
 

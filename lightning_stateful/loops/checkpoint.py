@@ -18,8 +18,8 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.trainer.lightning import TrainerFn, TrainerStatus, pl
-from lightning_stateful.trainer.saved_progress import LoopProgress, data_state_in
+from lightning_stateful.loops.lightning import TrainerFn, TrainerStatus, pl
+from lightning_stateful.loops.saved_progress import LoopProgress, data_state_in
 
 
 class HoldsDataState(Protocol):

@@ -15,12 +15,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
+from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.loop_progress import next_step
-from lightning_stateful.trainer.model_generators import ModelGenerators, warn_of_lost
-from lightning_stateful.trainer.other_callbacks import monitors
-from lightning_stateful.trainer.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
 
 # Seconds for which rank 0 waits for what the others have summed up.

@@ -17,10 +17,10 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.ranks import topology_of
+from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.state import order_in_words
-from lightning_stateful.trainer.lightning import pl
-from lightning_stateful.trainer.ranks import topology_of
-from lightning_stateful.trainer.saved_progress import LoopProgress
 
 
 def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
