@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import marshal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -226,7 +227,7 @@ def _follow(
     """
     running, drawn, state, chained, noted_next = hashlib.blake2b(digest_size=8), 0, None, "", 0
     has_states, started = has_own_state(order), time.perf_counter()
-    # Indices stay as they are, and are drawn many at a time.
+    # Indices stay as they are; others are copied as they come.
     beginning, are_indices = list[Any](), False
     most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
     while drawn < most:
@@ -241,11 +242,12 @@ def _follow(
             chunk: list[Any] = []
             while len(chunk) < size:
                 index = drawn + len(chunk)
-                if are_indices and index != noted_next and (state is None or len(following) == STATE_STRIDE):
+                if index != noted_next and (state is None or len(following) == STATE_STRIDE):
                     wanted = min(size - len(chunk), noted_next - index if index < noted_next else size)
-                    block = list(islice(items, wanted))
-                    are_indices = {int}.issuperset(map(type, block))
-                    chunk += block if are_indices else map(_plain, block)
+                    block = list(islice(items, wanted) if are_indices else map(_plain, islice(items, wanted)))
+                    if are_indices and not {int}.issuperset(map(type, block)):
+                        block, are_indices = list(map(_plain, block)), False
+                    chunk += block
                     if len(block) < wanted:
                         break
                     continue
@@ -260,14 +262,15 @@ def _follow(
                     noted_next = STATE_STRIDE if has_states else next_digest_index(index + 1)
                 if state is not None and len(following) < STATE_STRIDE:
                     following.append(digest(item))
-                chunk.append(item if type(item) is int else _plain(item))
+                chunk.append(_plain(item))
         drawn += len(chunk)
         are_indices = are_indices if drawn > 2 else {int}.issuperset(map(type, chunk))
         if drawn <= 2:
             with suppress(Exception), tried.entered():
                 facts.counts_down = order.length_of(tried.sampler) != facts.says
         beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
-        running.update(repr(chunk).encode())
+        # Version 0 writes equal values alike; it takes a third of the time of their digits.
+        running.update(marshal.dumps(chunk, 0))
         facts.marks[drawn] = running.hexdigest()
         if drawn == facts.says and chunk:
             at_last()

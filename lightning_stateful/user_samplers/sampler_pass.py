@@ -151,12 +151,25 @@ class SamplerPass:
 
     def next_items(self, count: int) -> list[Any] | None:
         """The next ``count`` items; None where the sampler ends before, and what is left of it is ready."""
-        end = self.drawn + count
-        if self._ready or self._copies or end > self._noted_next or not gives_kept(self._iterator, count):
+        iterated = self._iterated
+        if self._ready or self.drawn + count > self._noted_next or self.end is not None or iterated is None:
             return self.take(count) if self.look_ahead(count) == count else None
-        # Between two notes of what the sampler holds in a list: most steps of many epochs, in half the time.
-        items, self.drawn = list(islice(self._iterator, count)), end
-        self._taken.append((end, items if type(items[-1]) is int else _snapshot(items)))
+        # Between two notes: most steps of an epoch, in half the time.
+        items: list[Any] = []
+        try:
+            if gives_kept(self._iterator, count):
+                self._yielded(count, items)
+            else:
+                with iterated.entered():
+                    self._yielded(count, items)
+        except Exception as error:
+            self._ready, self._failure = items, error
+            return None
+        if len(items) < count:
+            self._ready, self.end = items, self.drawn
+            self._order.memory.note_end(self._order, self)
+            return None
+        self._taken.append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
         return items
 
     def take(self, count: int) -> list[Any]:
@@ -377,8 +390,11 @@ def _snapshot(items: list[Any]) -> list[Any]:
     last = items[-1]
     if isinstance(last, _INTEGERS):
         return items
-    is_plain = type(last) is str or (type(last) in (tuple, list) and PLAIN.issuperset(map(type, last)))
-    return [digest(last) if not is_plain else tuple(last) if type(last) is list else last]
+    if type(last) not in (tuple, list):
+        return [last if type(last) is str else digest(last)]
+    # Batches are mostly of indices alone, which show at both ends.
+    are_indices = bool(last) and type(last[0]) is type(last[-1]) is int
+    return [tuple(last) if are_indices or PLAIN.issuperset(map(type, last)) else digest(last)]
 
 
 _INTEGERS = (int, np.integer)
