@@ -24,7 +24,8 @@ from lightning_stateful.samplers.rng import GENERATORS
 T = TypeVar("T")
 # Objects in longer lists are data; in a very long list some items say what kind of items it holds.
 LONG, VERY_LONG, SPREAD = 1024, 2**16, 4096
-PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
+BUILT_IN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+PLAIN = BUILT_IN | {range, np.int64, np.int32, np.float64, np.bool_}
 
 
 def attributes_of(value: object) -> dict[str, Any]:
