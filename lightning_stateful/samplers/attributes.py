@@ -63,9 +63,7 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
 _OF_TENSORS = ("_parameters", "_buffers")
 _LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
 # Objects of these packages, a Trainer or a logger among them, are none of a user's own.
-_LEFT_OUT_PACKAGES = frozenset(
-    {"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"}
-)
+_LEFT_OUT_PACKAGES = {"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"}
 # Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
 Part: TypeAlias = tuple[str, Any, Any, Any]
 
