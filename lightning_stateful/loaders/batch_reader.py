@@ -274,31 +274,42 @@ class BatchReader:
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
         batches.begin(plan, rank, 0 if left_out else first_step)
-        asked = batches.asked
-        left = plan.num_steps - first_step
         self._held.begin()
-        if not is_own and not (loader.num_workers or loader.pin_memory):
-            fetch = self._fetch_in_process(isolated)
+        if is_own or loader.num_workers or loader.pin_memory:
+            fetch = self._fetch_by_torch(plan, first_step, left_out, base_seed, isolated)
         else:
-            # torch draws a base seed for its workers here; not from the generator that the model uses.
-            self._generator.manual_seed(base_seed)
-            if self._watch is not None:
-                holders = (self._given_by, *([loader] if self._given_by is not loader else []))
-                is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
-                self._watch.begin(plan.epoch, holders, is_rest=is_rest)
-            fetch = self._fetch_from(iter(self._given_by))
-            if is_own and batches.seed is not None:
-                seed = derive_seed("iteration", batches.seed, plan.epoch)
-                fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
-            if self._collate_watch is not None and loader.num_workers:
-                # Workers of later passes need not look again.
-                self._collate_watch.is_over = True
-            if batches.seed is not None and (is_own or not loader.num_workers):
-                # Worker processes have generators of their own; here the model uses the same ones.
-                fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
+            fetch = self._fetch_in_process(isolated)
         if is_own:
             yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
-            return
+        else:
+            yield from self._read_planned(fetch, plan, first_step)
+
+    def _fetch_by_torch(
+        self, plan: EpochPlan, first_step: int, left_out: int, base_seed: int, isolated: bool
+    ) -> Callable[[], Any]:
+        """A function that takes the next batch of the loader, or of what holds it; it is iterated from now on."""
+        batches, loader, is_own = self._batches, self.loader, self._is_own
+        # torch draws a base seed for its workers here; not from the generator that the model uses.
+        self._generator.manual_seed(base_seed)
+        if self._watch is not None:
+            holders = (self._given_by, *([loader] if self._given_by is not loader else []))
+            is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
+            self._watch.begin(plan.epoch, holders, is_rest=is_rest)
+        fetch = self._fetch_from(iter(self._given_by))
+        if is_own and batches.seed is not None:
+            seed = derive_seed("iteration", batches.seed, plan.epoch)
+            fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
+        if self._collate_watch is not None and loader.num_workers:
+            # Workers of later passes need not look again.
+            self._collate_watch.is_over = True
+        if batches.seed is not None and (is_own or not loader.num_workers):
+            # Worker processes have generators of their own; here the model uses the same ones.
+            fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
+        return fetch
+
+    def _read_planned(self, fetch: Callable[[], Any], plan: EpochPlan, first_step: int) -> Iterator[Any]:
+        """The batches of a plan."""
+        asked, left = self._batches.asked, plan.num_steps - first_step
         for served in range(left):
             try:
                 batch = fetch()
@@ -308,7 +319,7 @@ class BatchReader:
                         f"{type(self._dataset).__qualname__} or its collate_fn raised StopIteration at batch {served} "
                         f"of {left}, which ends the epoch there. Let it raise another error, or give the batch.",
                         StatefulWarning,
-                        stacklevel=2,
+                        stacklevel=3,
                     )
                 return
             self.indices = asked.popleft() if asked else None

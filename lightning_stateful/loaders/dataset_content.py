@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import weakref
 from array import array
@@ -18,15 +17,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stateful.samplers.attributes import attributes_of
-from lightning_stateful.samplers.fingerprint import spread
+from lightning_stateful.samplers.attributes import BUILT_IN, attributes_of
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
 
 # More items or bytes than these are told by some thousand rows, evenly apart; of files that are mapped, by a few.
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**26
 _SPREAD, _SPREAD_ON_DISK = 4096, 64
 _MOST_COLUMNS, _MOST_PARTS, _DEPTH = 64, 2**14, 8
 _OF_ARRAY, _MOST_MEANS = 1024, 64
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+# Bytes of a digest.
+_SIZE = 6
 # By the id of an object, beside a reference to it: the first digest by attribute; "" of one that has changed since.
 _FIRST_SEEN: dict[int, tuple[Callable[[], Any], dict[str, str]]] = {}
 
@@ -123,7 +123,7 @@ def _joined(parts: Sequence[dict[str, str]]) -> dict[str, str]:
     joined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         digests = [part.get(name, "-") for part in parts]
-        joined[name] = _hex("".join(digests).encode()) if all(digests) else ""
+        joined[name] = hex_digest("".join(digests).encode(), size=_SIZE) if all(digests) else ""
     return joined
 
 
@@ -188,34 +188,26 @@ def _digest_of(items: Any) -> str:
     kinds = set(map(type, items))
     if type(None) in kinds:
         return ""
-    if kinds <= _PLAIN and length > 1 and items[0] == items[-1] and not isinstance(items, range):
+    if kinds <= BUILT_IN and length > 1 and items[0] == items[-1] and not isinstance(items, range):
         # A counter that has not begun.
         first = items[0]
         if all(item == first for item in items):
             return ""
-    return _hex(f"{length}".encode(), *_bytes_of(items, kinds))
+    return hex_digest(f"{length}".encode(), *_bytes_of(items, kinds), size=_SIZE)
 
 
 def _array_of(tensor: torch.Tensor) -> Any:
     """A tensor as an array; of one that is large, or on another device, some rows."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return np.zeros(1)
-    if tensor.device.type != "cpu":
-        tensor = tensor[spread(len(tensor), _SPREAD)].cpu()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.int16)
+    is_here = tensor.device.type == "cpu" or tensor.ndim == 0
     try:
-        return tensor.numpy()
-    except (TypeError, RuntimeError):
-        # A kind that NumPy does not know.
+        return as_array(tensor if is_here else tensor[spread(len(tensor), _SPREAD)])
+    except (TypeError, RuntimeError, KeyError):
+        # One that is sparse or quantized, or has no memory.
         return np.zeros(1)
 
 
 def _digest_of_array(values: Any) -> str:
-    mapped, base = False, values
-    while base is not None and not mapped:
-        mapped, base = isinstance(base, np.memmap), getattr(base, "base", None)
+    mapped = is_mapped(values)
     if mapped and values.flags.writeable:
         # A cache on the disk.
         return ""
@@ -227,7 +219,7 @@ def _digest_of_array(values: Any) -> str:
         values = flat[:, :: max(flat.shape[1] // 1024, 1)]
     if len(values) > 1 and bool((values == values[:1]).all()):
         return ""
-    return _hex(f"{kind}{shape}".encode(), np.ascontiguousarray(values).tobytes())
+    return hex_digest(f"{kind}{shape}".encode(), np.ascontiguousarray(values).tobytes(), size=_SIZE)
 
 
 def _bytes_of(items: Sequence[Any], kinds: set[type], depth: int = 0) -> Iterator[bytes]:
@@ -241,7 +233,7 @@ def _bytes_of(items: Sequence[Any], kinds: set[type], depth: int = 0) -> Iterato
             yield np.asarray(items, dtype=np.int64 if kinds == {int} else np.float64).tobytes()
         except OverflowError:
             yield repr(items).encode()
-    elif kinds <= _PLAIN:
+    elif kinds <= BUILT_IN:
         yield repr(list(items)).encode()
     elif kinds <= {tuple, list} and depth < _DEPTH and len(widths := set(map(len, items))) == 1:
         # Rows, as ImageFolder's of a path and a class: column by column.
@@ -277,7 +269,7 @@ def bytes_of(item: Any, depth: int = 0, numbers: list[float] | None = None) -> I
             bounds = np.linspace(0, len(some), min(len(some), 16), endpoint=False).astype(np.int64)
             sums = np.add.reduceat(np.nan_to_num(np.abs(some.astype(np.float64))), bounds)
             numbers += [float(f"{mean:.6g}") for mean in (sums / np.diff([*bounds, len(some)])).tolist()]
-    elif type(item) in _PLAIN or isinstance(item, np.generic):
+    elif type(item) in BUILT_IN or isinstance(item, np.generic):
         yield f"{type(item).__name__}{item!r};".encode()
     elif isinstance(item, PathLike):
         yield _text_of([item]).encode(errors="surrogatepass")
@@ -307,17 +299,10 @@ def _text_of(texts: Sequence[Any]) -> str:
     return ("\0" + "\0".join(texts)).replace("\0" + texts[0][:folder], "\0").replace("\\", "/")
 
 
-def _hex(*parts: bytes) -> str:
-    hashed = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        hashed.update(part)
-    return hashed.hexdigest()
-
-
 def digest_of_batch(batch: Any) -> dict[str, Any]:
     """Describe the content of a batch: a digest, and means of its floating numbers, which another CPU may round."""
     numbers: list[float] = []
-    return {"digest": _hex(*bytes_of(batch, 0, numbers)), "means": numbers}
+    return {"digest": hex_digest(*bytes_of(batch, 0, numbers), size=_SIZE), "means": numbers}
 
 
 def is_same_batch(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.dataset_content import bytes_of
+from lightning_stateful.samplers.attributes import BUILT_IN
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
@@ -24,7 +25,7 @@ _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 _MOST_VALUES, _MOST_DIGESTED = 10_000, 65_536
 # Batches after which a ``collate_fn`` is looked at no more, and the changes by which one carries something over.
 _NUM_LOOKS, _LEAST_CHANGES, _LEAST_REPLACED, _MOST_WATCHED = 6, 4, 2, 512
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN: tuple[Any, ...] = tuple(BUILT_IN)
 _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
@@ -70,7 +71,7 @@ class HeldState:
     def settings(self) -> str:
         """Digest of :meth:`plain`."""
         plain = "\n".join(f"{name}={value}" for name, value in self.plain().items())
-        return hashlib.blake2b(plain.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+        return hex_digest(plain.encode(errors="surrogatepass"), size=6)
 
     def plain(self) -> dict[str, str]:
         """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""
@@ -227,6 +228,11 @@ def _sum_of_array(array: Any) -> int:
         return 0
     flat = array.ravel() if array.size <= _MOST_DIGESTED else array.flat[:: array.size // _MOST_DIGESTED]
     return crc32(flat.tobytes())
+
+
+def changed_names(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """The names of what is another, new or gone."""
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def is_untouched(before: list[Any], now: list[Any]) -> bool:

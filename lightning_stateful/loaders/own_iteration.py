@@ -19,7 +19,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -33,7 +32,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
-from lightning_stateful.loaders.held_state import is_untouched, values_in
+from lightning_stateful.loaders.held_state import changed_names, is_untouched, values_in
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
@@ -108,7 +107,7 @@ class Watch:
             if self._num_passes == 1:
                 self._first = found
             else:
-                self.kept |= _changed(self._first, found)
+                self.kept |= changed_names(self._first, found)
 
     def _found_at_pass(self) -> dict[str, str]:
         """Digests of attributes, and of what the loader's code names elsewhere, which a new loader may find otherwise.
@@ -124,7 +123,7 @@ class Watch:
     def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
         """Attributes that a new loader may have otherwise, within an epoch or at its end."""
         is_behind_first = self._num_passes == 1 and (is_end or epoch > self._epoch)
-        found = _changed(self._before, self._found_at_pass()) if is_behind_first else set()
+        found = changed_names(self._before, self._found_at_pass()) if is_behind_first else set()
         return sorted(self.kept | found)
 
     def count(self, iterator: Any) -> Any:
@@ -365,7 +364,7 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
             elif isinstance(value, torch.Tensor):
                 told = f"{id(value)} {value._version}"
             elif isinstance(value, GENERATORS):
-                told = repr(value.get_state() if isinstance(value, torch.Generator) else _state_of(value))
+                told = state_of_generator(value)
             else:
                 told = digest_of_contents({name: value})
             if told:
@@ -377,17 +376,6 @@ def _length_of(batches: Any) -> int:
     """Batches that DataLoader is asked for in a pass."""
     plan = batches.plan.plan if isinstance(batches.plan, OwnPlan) else batches.plan
     return int(plan.num_steps) - int(batches.first_step)
-
-
-def _state_of(generator: Any) -> Any:
-    """The state of one of NumPy's generators, or of Python's."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
-
-
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def held_loader(iterable: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import (
@@ -88,44 +89,19 @@ def build_patched(
         UnsupportedLoaderError: The loader's batches cannot be computed from a position; with the reason.
         ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
     """
-    if is_proxy(loader):
-        # A trainer was given it in place of one of its loaders.
-        loader = loader.loader
     try:
-        loader, holder = without_repeats(loader), None
-    except UnsupportedLoaderError as error:
-        raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
-    if not exact and (held := held_loader(loader)) and not isinstance(getattr(loader, held).dataset, IterableDataset):
-        holder, loader = (loader, held), without_repeats(getattr(loader, held))
-        if num_replicas != 1 and not deals_itself(loader):
+        loader, holder = _unwrapped(loader, exact)
+        if holder is not None and num_replicas != 1 and not deals_itself(loader):
             # Lightning deals nothing out of what is no DataLoader.
             own_rank = rank
-    if not exact and not isinstance(loader, DataLoader) and is_iterable(loader):
-        # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
-        warn_of_held_loaders(loader, where)
-        options = StreamOptions(path=path, num_replicas=num_replicas, rank=rank, accept=accept)
-        return IterableLoader(of_batches(loader), options)
-    if isinstance(loader, IterableLoader):
-        return loader.fresh_copy(path=path, num_replicas=num_replicas, rank=rank)
-    is_stream = _is_stream(loader, exact, num_replicas, rank)
-    if own_rank is not None and is_stream and not exact:
-        _refuse_shards(loader, where)
-    elif own_rank is not None:
-        num_replicas, rank = 1, 0
-    if isinstance(loader, StreamLoader):
-        # Whatever limits a trainer sets are its own.
-        of_use = {"exact": True, "steps_per_epoch": None} if exact else {}
-        return loader.fresh_copy(path=path, num_replicas=num_replicas, rank=rank, **of_use)
-    how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
-    reason = "" if isinstance(loader, StatefulLoader) else _reason_against(loader, is_stream)
-    if is_stream and not reason:
-        stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
-        return stream(loader, StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how))
-    accept = accepted_names(accept)
-    use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "is_dealt_out": own_rank is None}
-    try:
-        if reason:
-            raise UnsupportedLoaderError(reason)
+        how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
+        options = StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how)
+        if (stream := _without_index(loader, options, own_rank, where)) is not None:
+            return stream
+        if own_rank is not None:
+            how |= {"num_replicas": 1, "rank": 0}
+        accept = accepted_names(accept)
+        use: dict[str, bool] = {"exact": exact, "shuffle": shuffle, "is_dealt_out": own_rank is None}
         if isinstance(loader, StatefulLoader):
             seed, seed_samples = loader.seed, loader.seed_samples
             description = loader.description.adapted(loader.dataset, **use)
@@ -155,6 +131,48 @@ def build_patched(
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")
     return made
+
+
+def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
+    """The loader behind a proxy or in an object that holds it; that object, with the name of the attribute, or None.
+
+    Raises:
+        UnsupportedLoaderError: It keeps an iterator of torch's for itself.
+    """
+    # A trainer was given a proxy in place of one of its loaders.
+    loader = without_repeats(loader.loader if is_proxy(loader) else loader)
+    if exact or not (held := held_loader(loader)) or isinstance(getattr(loader, held).dataset, IterableDataset):
+        return loader, None
+    return without_repeats(getattr(loader, held)), (loader, held)
+
+
+def _without_index(loader: Any, options: StreamOptions, own_rank: int | None, where: str) -> StreamLoader | None:
+    """The loader over a stream, or over an iterable of batches; None where the data have an index.
+
+    Raises:
+        UnsupportedLoaderError: The loader may give other batches than it reads, or cannot be patched at all.
+        ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
+    """
+    how: dict[str, Any] = {"path": options.path, "num_replicas": options.num_replicas, "rank": options.rank}
+    if not options.exact and not isinstance(loader, DataLoader) and is_iterable(loader):
+        # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
+        warn_of_held_loaders(loader, where)
+        return IterableLoader(of_batches(loader), replace(options, seed=None, seed_samples=True))
+    if isinstance(loader, IterableLoader):
+        return loader.fresh_copy(**how)
+    is_stream = _is_stream(loader, options)
+    if own_rank is not None and is_stream and not options.exact:
+        _refuse_shards(loader)
+    elif own_rank is not None:
+        how |= {"num_replicas": 1, "rank": 0}
+    if isinstance(loader, StreamLoader):
+        # Whatever limits a trainer sets are its own.
+        of_use = {"exact": True, "steps_per_epoch": None} if options.exact else {}
+        return loader.fresh_copy(**how, **of_use)
+    if reason := "" if isinstance(loader, StatefulLoader) else _reason_against(loader, is_stream):
+        raise UnsupportedLoaderError(reason)
+    stream: type[StreamLoader] = class_of_patched(StreamLoader, type(loader))
+    return stream(loader, replace(options, **how)) if is_stream else None
 
 
 def patch_dataloader(
@@ -256,11 +274,11 @@ def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
     return path if alike else f"{path}@{rank}"
 
 
-def _refuse_shards(loader: DataLoader[Any], where: str) -> None:
+def _refuse_shards(loader: DataLoader[Any]) -> None:
     """Refuse a stream that each rank reads for itself, if its state counts the shards of all ranks together."""
     if as_stream(loader.dataset) is not None:
         raise ConfigurationError(
-            f"use_distributed_sampler=False leaves {where} as each rank has it, and a state says of a "
+            "use_distributed_sampler=False leaves the loader as each rank has it, and a state says of a "
             f"{type(loader.dataset).__name__} where all ranks stand in the shards of one stream, so a resume could not "
             "be exact. Give all ranks the whole stream and leave use_distributed_sampler=True: its shards are dealt "
             "out. An iterable dataset that divides itself among the ranks is resumed with either."
@@ -277,11 +295,11 @@ def is_proxy(loader: object) -> bool:
     return getattr(type(loader), "is_proxy", False) is True
 
 
-def _is_stream(loader: object, exact: bool, num_replicas: int | None, rank: int | None) -> bool:
+def _is_stream(loader: object, options: StreamOptions) -> bool:
     """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
         return False
-    return not exact or is_dealt_out(loader.dataset, detect_topology(num_replicas, rank))
+    return not options.exact or is_dealt_out(loader.dataset, detect_topology(options.num_replicas, options.rank))
 
 
 def _reason_against(loader: object, is_stream: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -17,7 +16,7 @@ from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.packing.plan import SequenceOrder
-from lightning_stateful.samplers.fingerprint import describe_dataset, without_fingerprint
+from lightning_stateful.samplers.fingerprint import describe_dataset, hex_digest, without_fingerprint
 from lightning_stateful.samplers.fingerprint import digest as fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -204,7 +203,7 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
             described["packed"] = fingerprint({k: v for k, v in part.order.config().items() if k != "packing"})
         # Short, because a state lists every source: the length, and a digest of all else.
         more = json.dumps({key: value for key, value in described.items() if key != "length"}, sort_keys=True)
-        digest = hashlib.blake2b(more.encode(), digest_size=3).hexdigest()
+        digest = hex_digest(more.encode(), size=3)
         sources[name] = length if more == "{}" else f"{length} {digest}"
     settings = list(packings.values())
     packing = settings[0] if len(settings) == len(sources) and settings.count(settings[0]) == len(sources) else packings

@@ -57,6 +57,9 @@ class EpochResults:
         """Remember the sums as a batch begins, which a save within it has to keep."""
         epoch, batch = next_step(trainer)
         self._at_end = None
+        if batch == 0:
+            # They may have been replaced.
+            self._metrics = None
         if batch % trainer.accumulate_grad_batches == 0:
             self._at_batch = (epoch, batch), self._now(trainer, _MOST_COPIED)
 
@@ -203,7 +206,7 @@ class EpochResults:
         return self._metrics
 
     def _collections_in(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
-        modules = trainer.lightning_module.named_modules()
+        modules = trainer.lightning_module.named_modules() if self._metrics_in(trainer) else ()
         return [(name, module) for name, module in modules if hasattr(type(module), "compute_groups")]
 
 

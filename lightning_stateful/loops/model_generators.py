@@ -7,7 +7,6 @@ holds their states, and a resume puts them back.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -19,16 +18,13 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.attributes import PLAIN
+from lightning_stateful.samplers.attributes import reached
 from lightning_stateful.samplers.generator_states import identity_of
-from lightning_stateful.samplers.held_generators import parts_of, parts_of_class
 from lightning_stateful.samplers.rng import get_generator_state, set_generator_state
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
-_MOST_OBJECTS, _MOST_DEEP = 20_000, 24
 # Parts of a loader whose generators follow from the position of the data.
 _OF_LOADERS = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
-_CONTAINERS = (dict, list, tuple, set)
 
 
 def generators_in(trainer: pl.Trainer) -> dict[str, Any]:
@@ -159,23 +155,13 @@ def warn_of_lost(places: Collection[str]) -> None:
 def _reachable(roots: Mapping[str, Any], left_out: tuple[type, ...]) -> dict[int, tuple[str, Any]]:
     """Place and generator by identity; of several places of one, the nearest."""
     found: dict[int, tuple[str, Any]] = {}
-    # Kept, so that no other object gets their number.
-    seen: dict[int, Any] = {}
-    queue: deque[tuple[str, int, Any]] = deque((name, 0, root) for name, root in roots.items())
-    while queue and len(seen) < _MOST_OBJECTS:
-        place, depth, value = queue.popleft()
-        identity = identity_of(value)
-        if identity is not None:
-            if identity or _is_of_device(value):
-                found.setdefault(identity or id(value), (place, value))
-        elif id(value) not in seen and depth < _MOST_DEEP and not isinstance(value, left_out):
-            parts = parts_of(value) or []
-            if parts and id(type(value)) not in seen:
-                parts = parts + parts_of_class(type(value))
-            seen |= {id(value): value, id(type(value)): type(value)}
-            named = [(name, part) for name, _, _, part in parts if not _is_plain(part)]
+    for place in reached(roots, lambda value: not isinstance(value, left_out)):
+        generator = place.value
+        identity = identity_of(generator)
+        if identity or (identity == 0 and _is_of_device(generator)):
             # As the user writes it.
-            queue.extend((place if name == "_modules" else f"{place}.{name}", depth + 1, part) for name, part in named)
+            name = ".".join(part for part in place.path if part != "_modules")
+            found.setdefault(identity or id(generator), (name, generator))
     return found
 
 
@@ -185,7 +171,3 @@ def _is_of_device(value: Any) -> bool:
         return False
     own: Iterable[Any] = getattr(getattr(torch, value.device.type, None), "default_generators", ())
     return all(value is not one for one in own)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (isinstance(value, _CONTAINERS) and not value)

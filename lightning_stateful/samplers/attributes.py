@@ -1,24 +1,31 @@
-"""Reads the attributes of objects and what their code names outside of them, and tells containers of data from others.
+"""Goes through what objects hold and reach, and tells containers of data from others.
 
 Nothing of their code is called.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
 
+from lightning_stateful.samplers.generator_states import identity_of
 from lightning_stateful.samplers.rng import GENERATORS
 
 T = TypeVar("T")
 # Objects in longer lists are data; in a very long list some items say what kind of items it holds.
 LONG, VERY_LONG, SPREAD = 1024, 2**16, 4096
-PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, np.int64, np.int32, np.float64, np.bool_})
+BUILT_IN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+PLAIN = BUILT_IN | {range, np.int64, np.int32, np.float64, np.bool_}
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -29,7 +36,10 @@ def attributes_of(value: object) -> dict[str, Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             with suppress(AttributeError):
                 held[name] = object.__getattribute__(value, name)
-    return {name: item for name, item in held.items() if not str(name).startswith(("__pl_saved", "__dict__"))}
+    return {name: item for name, item in held.items() if not str(name).startswith(_NOTES)}
+
+
+_NOTES = ("__pl_saved", "__dict__")
 
 
 def is_data(values: Iterable[Any]) -> bool:
@@ -44,9 +54,203 @@ def some(values: Sequence[T], most: int) -> Sequence[T]:
     return values if len(values) <= most else values[:: len(values) // SPREAD]
 
 
+# Objects that are looked into, at most, and how deep.
+_MOST_OBJECTS, _MOST_DEEP = 20_000, 24
+# Values that lead to no other object, and containers that lead to none if they are empty.
+_ENDS = PLAIN | {set, frozenset, np.ndarray, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size}
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
+# Attributes of torch's modules with tensors alone.
+_OF_TENSORS = ("_parameters", "_buffers")
+_LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
+# Objects of these packages, a Trainer or a logger among them, are none of a user's own.
+_LEFT_OUT_PACKAGES = {"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"}
+# Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
+Part: TypeAlias = tuple[str, Any, Any, Any]
+
+
+class Place(NamedTuple):
+    """A value that was reached.
+
+    Attributes:
+        path: The names that lead there.
+        value: The value.
+        container: Where it can be looked up again by ``container[key]``, or None.
+        key: Its key there.
+        above: The place of the object that holds it; None for a root.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    container: Any = None
+    key: Any = None
+    above: Place | None = None
+
+
+def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda value: True) -> Iterator[Place]:
+    """Go through what objects reach, the nearest first, in bounded depth and number.
+
+    They are reached through attributes, slots, lists, dicts, partials, closures, bound methods, default arguments,
+    module variables that functions read which are not part of an installed package, functions of the user's classes,
+    and generators that are attributes of classes. Numbers, strings, arrays and empty containers are left out, and what
+    is held by modules, samplers and loaders of torch, and by objects of Lightning. No property or method is called.
+
+    Args:
+        roots: The objects by name.
+        looks_into: Whether to look into an object.
+
+    Yields:
+        The places: an object that is held in several comes once for each, and is looked into once.
+    """
+    queue = deque(Place((name,), root) for name, root in roots.items())
+    # Kept, so that no other object gets their number.
+    seen: dict[int, Any] = {}
+    while queue and len(seen) < _MOST_OBJECTS:
+        place = queue.popleft()
+        yield place
+        value = place.value
+        if id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
+            continue
+        seen[id(value)] = value
+        kind: Any = type(value)
+        read = _reader_of(kind)
+        if read is None:
+            continue
+        parts = read(value)
+        if id(kind) not in seen:
+            seen[id(kind)] = kind
+            parts += _parts_of_class(kind)
+        if len(queue) + len(seen) < _MOST_OBJECTS:
+            queue += [Place((*place.path, name), part, held, key, place) for name, part, held, key in parts]
+
+
+@lru_cache(maxsize=4096)
+def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
+    """The function that reads the parts of objects of a kind; None for what is not looked into."""
+    if issubclass(kind, _LEFT_OUT) or kind.__module__.partition(".")[0] in _LEFT_OUT_PACKAGES:
+        return None
+    readers: list[tuple[tuple[type, ...], Callable[[Any], list[Part]]]] = [
+        ((FunctionType,), _parts_of_function),
+        ((MethodType,), lambda value: [("self", value.__self__, None, None), ("function", value.__func__, None, None)]),
+        ((BuiltinFunctionType,), lambda value: [("self", value.__self__, None, None)]),
+        ((partial,), lambda value: _numbered((value.func, value.args, value.keywords))),
+        ((dict, list, tuple, deque), _parts_of_container),
+        ((torch.nn.Module,), lambda value: [one for one in _parts_in_attributes(value) if one[0] not in _OF_TENSORS]),
+    ]
+    return next((read for kinds, read in readers if issubclass(kind, kinds)), _parts_in_attributes)
+
+
+def _numbered(values: Iterable[Any], container: Any = None) -> list[Part]:
+    parts = enumerate(values)
+    return [(str(number), part, container, number) for number, part in parts if type(part) not in _ENDS]
+
+
+def _parts_of_container(value: Any) -> list[Part]:
+    base: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
+    if base is dict:
+        items = [] if is_data(list(dict.values(value))) else enumerate(list(dict.items(value)))
+        named = [(key if type(key) is str else str(number), part, value, key) for number, (key, part) in items]
+        parts = [part for part in named if type(part[1]) not in _ENDS]
+    else:
+        values = list(base.__iter__(value))
+        parts = [] if is_data(values) else _numbered(values, value)
+    # One of a subclass has attributes too.
+    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value)
+
+
+def _parts_in_attributes(value: Any) -> list[Part]:
+    own = getattr(value, "__dict__", None) or {}
+    kind: Any = type(value)
+    held = attributes_of(value) if _has_slots(kind) else own
+    # Written out, as a model has some ten thousand attributes.
+    found = [
+        (name, part)
+        for name, part in list(held.items())
+        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS) and type(name) is str
+    ]
+    # A name says where an attribute is, and not when it was set.
+    found.sort(key=lambda one: one[0])
+    return [(name, part, own if name in own else None, name) for name, part in found if not name.startswith(_NOTES)]
+
+
+@lru_cache(maxsize=4096)
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(one) for one in kind.__mro__)
+
+
+def _parts_of_function(function: FunctionType) -> list[Part]:
+    """Closure, default arguments, variables of its module that it reads, and attributes of a function."""
+    parts: list[Part] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):
+            parts.append((name, cell.cell_contents, None, None))
+    parts += [(name, part, None, None) for name, part, _, _ in _numbered(function.__defaults__ or ())]
+    defaults, own = function.__kwdefaults__ or {}, vars(function)
+    held = [(defaults, sorted(defaults)), (function.__globals__, _variables_of(function)), (own, sorted(own))]
+    return parts + [(name, of[name], of, name) for of, names in held for name in names if type(of[name]) not in _ENDS]
+
+
+def _variables_of(function: FunctionType) -> list[str]:
+    """Variables of its module that a function of the user's reads and that may lead to others."""
+    held, code = function.__globals__, function.__code__
+    named = names_in(code) if is_users(function.__module__) else ()
+    may_lead = [name for name in named if name in held and _may_lead(held[name])]
+    # An attribute may be named as a variable of the module is; to tell them apart takes longer.
+    return [name for name in may_lead if name in _variables_in(code)]
+
+
+def _may_lead(value: Any) -> bool:
+    kind: Any = type(value)
+    return kind not in _ENDS and (identity_of(value) is not None or _reader_of(kind) is not None)
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> list[str]:
+    """The variables and attributes that code names, with those of functions in it."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_in(part)]
+    return sorted({*code.co_names, *inner})
+
+
+@lru_cache(maxsize=4096)
+def _variables_in(code: CodeType) -> frozenset[str]:
+    """The variables of its module that code reads, with those of functions in it."""
+    inner = (_variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*inner)
+
+
+def _parts_of_class(kind: type) -> list[Part]:
+    """Generators that are attributes of a class, and the functions of one that is the user's."""
+    parts: list[Part] = []
+    for one in kind.__mro__[:-1]:
+        for name, part in vars(one).items():
+            function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+            if identity_of(part) is not None:
+                parts.append((name, part, vars(one), name))
+            elif isinstance(function, FunctionType) and is_users(function.__module__):
+                parts.append((name, function, None, None))
+    return sorted(parts, key=lambda part: part[0])
+
+
+# Packages whose functions are none of a user's.
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_stateful", "torchdata", "numpy"}
+
+
+@lru_cache(maxsize=1024)
+def is_users(module: str | None) -> bool:
+    """Whether a module is none of Python's, and of no installed package."""
+    if module is None or _is_librarys(module):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _is_librarys(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in _LIBRARIES or package in sys.stdlib_module_names
+
+
 # Classes, functions and modules that are looked into, at most.
 _MOST_FOLLOWED = 256
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_stateful", "torchdata", "numpy", "")
 
 
 def named_outside(value: object) -> dict[str, Any]:
@@ -57,13 +261,15 @@ def named_outside(value: object) -> dict[str, Any]:
     own. Of torch's and Lightning's classes nothing is looked at.
     """
     left: list[Any] = list(type(value).__mro__)
-    homes = {of.__module__.partition(".")[0] for of in left}
+    homes = {of.__module__.partition(".")[0] for of in left if not _is_librarys(of.__module__)}
     found: dict[str, Any] = {}
     seen: set[int] = set()
     while left and len(seen) < _MOST_FOLLOWED:
         part = left.pop()
         part = getattr(part, "__func__", getattr(part, "fget", part))
-        if not isinstance(part, (type, FunctionType)) or id(part) in seen or not _is_own(part, homes):
+        if not isinstance(part, (type, FunctionType)) or id(part) in seen:
+            continue
+        if not is_users(part.__module__) and (part.__module__ or "").partition(".")[0] not in homes:
             continue
         seen.add(id(part))
         for name, named in _named_by(part):
@@ -74,20 +280,13 @@ def named_outside(value: object) -> dict[str, Any]:
     return found
 
 
-def _is_own(part: Any, homes: set[str]) -> bool:
-    module = (getattr(part, "__module__", None) or "").partition(".")[0]
-    if module in _LIBRARIES or module in sys.stdlib_module_names:
-        return False
-    return module in homes or "site-packages" not in (getattr(sys.modules.get(module), "__file__", None) or "")
-
-
 def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     """Attributes of a class, or what a function names of its module, of others, and of functions around it."""
     if isinstance(part, type):
         own = (item for item in list(vars(part).items()) if not item[0].startswith("__") or callable(item[1]))
         yield from ((f"{part.__qualname__}.{name}", value) for name, value in own)
         return
-    names = _names_in(part.__code__)
+    names = names_in(part.__code__)
     modules = [(part.__module__, part.__globals__)]
     modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
     for module, held in modules:
@@ -95,8 +294,3 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
         with suppress(ValueError):
             yield f"{part.__qualname__}.{name}", cell.cell_contents
-
-
-def _names_in(code: CodeType) -> list[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return [*code.co_names, *(name for of in inner for name in _names_in(of))]

@@ -67,10 +67,10 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
         described["files"] = _digest_of_files(files)
     if isinstance(dataset, Subset):
         stride = -(-len(dataset.indices) // _DIGESTED_INDICES) or 1
-        described["indices"] = _digest(np.asarray(dataset.indices[::stride], dtype=np.int64).tobytes())
+        described["indices"] = hex_digest(np.asarray(dataset.indices[::stride], dtype=np.int64).tobytes())
         described["of"] = describe_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        described["parts"] = _digest(np.asarray(dataset.cumulative_sizes, dtype=np.int64).tobytes())
+        described["parts"] = hex_digest(np.asarray(dataset.cumulative_sizes, dtype=np.int64).tobytes())
     described.update(_own_description(dataset))
     return described
 
@@ -85,20 +85,43 @@ def without_fingerprint(described: Mapping[str, Any]) -> tuple[dict[str, Any], s
     return stable, found if isinstance(found, str) else None
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def hex_digest(*parts: bytes, size: int = 8) -> str:
+    """Hex digest, of ``size`` bytes, of parts that follow one another."""
+    hashed = hashlib.blake2b(digest_size=size)
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The numbers of a dense tensor; the bits, as integers, where NumPy does not know the type, as of bfloat16."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:
+        return np.asarray(tensor.view(_INTEGERS[tensor.element_size()]).numpy())
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def is_mapped(array: object) -> bool:
+    """Whether the memory of an array is that of a file."""
+    while array is not None and not isinstance(array, np.memmap):
+        array = getattr(array, "base", None)
+    return array is not None
 
 
 def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
     """Describe columns and some rows of a Hugging Face dataset, without the transform that may be set on it."""
     types = sorted((field.name, str(field.type)) for field in dataset.features.arrow_schema)
-    described = {"columns": f"{len(types)}, {_digest(repr(types).encode())}"}
+    described = {"columns": f"{len(types)}, {hex_digest(repr(types).encode())}"}
     if len(dataset):
         table = library.formatting.query_table(dataset.data, spread(len(dataset), _READ_ROWS), dataset._indices)
         # What is decoded, such as images, may hold paths, which differ from machine to machine.
         plain = [name for name, _ in types if "decode=" not in repr(dataset.features[name])]
         rows = [(name, table[name].to_pylist()) for name in plain if table[name].nbytes <= _READ_BYTES]
-        described["rows"] = _digest(repr(rows).encode())
+        described["rows"] = hex_digest(repr(rows).encode())
     return described
 
 
@@ -106,7 +129,7 @@ def _digest_of_files(files: Sequence[str | Path]) -> str:
     # Names without their folder: the same files on another mount are the same data.
     names = "\0".join(fspath(file).replace("\\", "/").rsplit("/", 1)[-1] for file in files)
     sizes = [_size(files[number]) for number in spread(len(files), _READ_FILES)]
-    return f"{len(files)} files, {_digest(repr((names, sizes)).encode())}"
+    return f"{len(files)} files, {hex_digest(repr((names, sizes)).encode())}"
 
 
 def _size(file: str | Path) -> int:
@@ -158,7 +181,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
         if array.dtype.kind in "biufc" and array.size > _LISTED_ITEMS:
-            return f"{array.dtype} {array.shape}, {_digest(np.ascontiguousarray(array).tobytes())}"
+            return f"{array.dtype} {array.shape}, {hex_digest(np.ascontiguousarray(array).tobytes())}"
         value = array.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{number}]") for number, item in enumerate(value)]

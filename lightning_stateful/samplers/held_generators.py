@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import PLAIN, attributes_of, is_data
+from lightning_stateful.samplers.attributes import Place, reached
 from lightning_stateful.samplers.generator_states import GeneratorState, comparable_state, identity_of, state_for
 
 T = TypeVar("T")
-_MOST_OBJECTS, _MOST_DEEP = 20_000, 24
 # Batches in a row before which an object was replaced, after which it is no longer looked at.
 _MOST_REPLACED = 8
-_LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
-# Objects of these packages, a Trainer or a logger among them, are none of a dataset's own.
-_LIBRARIES = frozenset({"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"})
-
-
-class _Link(NamedTuple):
-    """The place of an object, ``container[key]``; a container of None cannot be looked at again cheaply."""
-
-    container: Any
-    key: Any
-    value: Any
-    above: _Link | None
 
 
 class HeldGenerators:
     """Random generators that objects hold, seeded before each batch from (seed of the batch, place).
 
     They are ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and ``torch.Generator`` objects
-    of the CPU, and no subclasses of these. They are looked for in attributes, slots, lists, dicts, partials, closures,
-    bound methods, default arguments, attributes of classes, and module variables that functions name which are not part
-    of an installed package. No property and no method of the objects is called. A place is the shortest way there.
+    of the CPU, and no subclasses of these. They are looked for in all that :func:`~.attributes.reached` goes through. A
+    place is the shortest way there.
 
     They are looked for once after :meth:`begin`, before and after the first batch: one that was made while it was read
     is seeded, and the batch read once more. They are looked for again where one has been replaced.
@@ -142,7 +123,7 @@ class HeldGenerators:
     def _look_again(self) -> None:
         """Look for generators again, where what was found has been replaced."""
         try:
-            for container, key, value in self._watched:
+            for value, container, key in self._watched:
                 if container[key] is not value:
                     break
             else:
@@ -155,7 +136,7 @@ class HeldGenerators:
         if self._num_replaced > _MOST_REPLACED:
             # It is made anew for each batch.
             self._ignored |= {
-                (id(container), key) for container, key, value in self._watched if not _is_at(container, key, value)
+                (id(container), key) for value, container, key in self._watched if not _is_at(container, key, value)
             }
         self._find()
 
@@ -195,130 +176,28 @@ class HeldGenerators:
         """Look for generators, those that are nearest first."""
         self._found, self._holders = {}, []
         self._left = {0, *(identity_of(value) for holder in self._spared for value in vars(holder).values())}
-        links: dict[tuple[int, Any], _Link] = {}
-        queue: deque[tuple[tuple[str, ...], _Link, Any]] = deque()
-        queue.extend(((name,), _Link(None, name, root, None), None) for name, root in self._roots.items())
-        seen: set[int] = set()
-        while queue and len(seen) < _MOST_OBJECTS:
-            path, link, holder = queue.popleft()
-            value = link.value
-            identity = identity_of(value)
+        places: dict[tuple[int, Any], Place] = {}
+        for place in reached(self._roots):
+            identity = identity_of(place.value)
             if identity is not None:
-                self._note(identity, path, link, holder, links)
-            elif id(value) not in seen and len(path) < _MOST_DEEP:
-                parts = parts_of(value)
-                if id(type(value)) not in seen and parts is not None:
-                    parts += parts_of_class(type(value))
-                seen |= {id(value), id(type(value))}
-                for name, container, key, part in parts or ():
-                    if type(part) not in PLAIN and len(queue) + len(seen) < _MOST_OBJECTS:
-                        queue.append(((*path, name), _Link(container, key, part, link), value))
+                self._note(identity, place, places)
         self._states = list(self._found.values())
-        self._watched = [link[:3] for place, link in links.items() if place not in self._ignored]
+        self._watched = [one[1:4] for known, one in places.items() if known not in self._ignored]
 
-    def _note(self, identity: int, path: tuple[str, ...], link: _Link, holder: Any, links: dict[Any, _Link]) -> None:
+    def _note(self, identity: int, place: Place, places: dict[tuple[int, Any], Place]) -> None:
         """Note a generator, and what leads there."""
-        above: _Link | None = link
+        above: Place | None = place
         while above is not None:
             if above.container is not None:
-                links.setdefault((id(above.container), above.key), above)
+                places.setdefault((id(above.container), above.key), above)
             above = above.above
         if identity in self._left:
             return
+        holder = None if place.above is None else place.above.value
         if not any(holder is one for one in self._holders) and hasattr(holder, "__dict__"):
             self._holders.append(holder)
         if identity not in self._found:
-            self._found[identity] = state_for(link.value, derive_seed("held", *path))
-
-
-def parts_of(value: Any) -> list[tuple[str, Any, Any, Any]] | None:
-    """The parts of an object: name, container, key in it, and the part. None for what is not looked into."""
-    if isinstance(value, _LEFT_OUT) or type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return None
-    if isinstance(value, FunctionType):
-        return [*_variables_of(value), *_held_in(vars(value))]
-    if isinstance(value, MethodType):
-        return [("self", None, None, value.__self__), ("function", None, None, value.__func__)]
-    if isinstance(value, BuiltinFunctionType):
-        return [("self", None, None, value.__self__)]
-    if isinstance(value, partial):
-        arguments = (value.func, value.args, value.keywords)
-        return [(str(number), None, None, part) for number, part in enumerate(arguments)]
-    parts: list[tuple[str, Any, Any, Any]] = []
-    if isinstance(value, dict):
-        if not is_data(list(dict.values(value))):
-            for number, (key, part) in enumerate(dict.items(value)):
-                parts.append((key if type(key) is str else str(number), value, key, part))
-        if type(value) is dict:
-            return parts
-    elif isinstance(value, (list, tuple, deque)):
-        kind: Any = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
-        items = list(kind.__iter__(value))
-        parts = [] if is_data(items) else [(str(number), value, number, part) for number, part in enumerate(items)]
-        if type(value) is kind:
-            return parts
-    own, kind = getattr(value, "__dict__", None), type(value)
-    if not _has_slots(kind) and PLAIN.issuperset(map(type, (own or {}).values())):
-        # As most of very many samples.
-        return parts
-    held = attributes_of(value)
-    # A name says where an attribute is, and not when it was set.
-    names = sorted(name for name in held if type(name) is str)
-    return parts + [(name, own if name in (own or ()) else None, name, held[name]) for name in names]
-
-
-@lru_cache(maxsize=4096)
-def _has_slots(kind: type) -> bool:
-    return any("__slots__" in vars(one) for one in kind.__mro__)
-
-
-def _held_in(names: dict[str, Any]) -> list[tuple[str, Any, Any, Any]]:
-    return [(name, names, name, names[name]) for name in sorted(names)]
-
-
-def _variables_of(function: FunctionType) -> list[tuple[str, Any, Any, Any]]:
-    """The parts of a function: closure, default arguments, and variables of its module that it names."""
-    parts: list[tuple[str, Any, Any, Any]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):
-            parts.append((name, None, None, cell.cell_contents))
-    for number, default in enumerate(function.__defaults__ or ()):
-        parts.append((str(number), None, None, default))
-    parts += _held_in(function.__kwdefaults__ or {})
-    if _is_users(function.__module__):
-        variables = function.__globals__
-        named = [name for name in names_in(function.__code__) if name in variables]
-        parts += [(name, variables, name, variables[name]) for name in named]
-    return parts
-
-
-@lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> list[str]:
-    """The variables and attributes that code names, with those of functions in it."""
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_in(part)]
-    return sorted({*code.co_names, *inner})
-
-
-@lru_cache(maxsize=1024)
-def _is_users(module: str | None) -> bool:
-    """Whether a module is none of Python's, and of no installed package."""
-    if module is None or module.partition(".")[0] in (sys.stdlib_module_names - {"__main__"}):
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" not in file and "dist-packages" not in file
-
-
-def parts_of_class(kind: type) -> list[tuple[str, Any, Any, Any]]:
-    """Generators that are attributes of a class, and the functions of one that is the user's."""
-    parts: list[tuple[str, Any, Any, Any]] = []
-    for one in kind.__mro__[:-1]:
-        for name, part in vars(one).items():
-            function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
-            if identity_of(part) is not None:
-                parts.append((name, vars(one), name, part))
-            elif isinstance(function, FunctionType) and _is_users(function.__module__):
-                parts.append((name, None, None, function))
-    return sorted(parts, key=lambda part: part[0])
+            self._found[identity] = state_for(place.value, derive_seed("held", *place.path))
 
 
 def _is_order(value: Any) -> bool:

@@ -7,8 +7,8 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,14 +107,14 @@ def seed_or_default(seed: int | None) -> int:
         ) from None
 
 
-@contextmanager
-def keep_randomness() -> Iterator[None]:
+class keep_randomness(ContextDecorator):  # noqa: N801  # a context manager, in a third of the time a generator takes
     """Restore the CPU generators of torch, NumPy and ``random`` at the end of the block."""
-    before = _snapshot()
-    try:
-        yield
-    finally:
-        _put_back(before)
+
+    def __enter__(self) -> None:
+        self._before = _snapshot()
+
+    def __exit__(self, *error: object) -> None:
+        _put_back(self._before)
 
 
 def seed_generator(generator: object, seed: int) -> None:
@@ -155,18 +155,6 @@ def state_of_generator(generator: Any) -> str:
     if isinstance(state, torch.Tensor):
         return str(state.tolist())
     return repr([*map(str, state["state"]["key"])] if isinstance(generator, np.random.RandomState) else state)
-
-
-class keep_if_drawn:  # noqa: N801  # a context manager, in a third of the time that a generator takes
-    """Restore the CPU generators at the end of the block, at little cost."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = _snapshot()
-
-    def __exit__(self, *error: object) -> None:
-        _put_back(self._before)
 
 
 class IsolatedReads:

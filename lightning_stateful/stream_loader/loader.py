@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
+from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
@@ -318,7 +318,7 @@ def of_batches(iterable: Any) -> DataLoader[Any]:
 def _isolated(batches: Iterator[Any]) -> Iterator[Any]:
     """Batches, of which none leaves a trace in the process's random generators."""
     while True:
-        with keep_if_drawn():
+        with keep_randomness():
             batch = next(batches, _END)
         if batch is _END:
             return

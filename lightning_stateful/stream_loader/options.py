@@ -16,7 +16,7 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, Difference, ShardError, StatefulWarning, StateMismatchError
-from lightning_stateful.samplers.rng import keep_if_drawn, seed_or_default
+from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names
 from lightning_stateful.stream_loader.worker_slots import draws_in_collation
@@ -243,7 +243,7 @@ class StreamSetup(LoaderSetup):
             if source.shards.hides_workers:
                 reader = ShardReader(source.shards, [0], 0, seed=self.own_seed)
                 # What cannot be read is raised where it is read to be trained on.
-                with keep_if_drawn(), suppress(ShardError), closing(reader):
+                with keep_randomness(), suppress(ShardError), closing(reader):
                     reader.reset()
                     samples = reader.next_many(1)
                     name = f"the first sample of {source.shards.name(0)}, of which each rank has to read all samples,"

@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
-from lightning_stateful.samplers.rng import keep_if_drawn
+from lightning_stateful.samplers.rng import keep_randomness
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import EPOCH, check_shape
 from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards, is_hugging_face
@@ -248,7 +248,7 @@ class StreamIterator:
     def __next__(self) -> Any:
         slot = self._opened()
         try:
-            with keep_if_drawn() if self._is_seeded and get_worker_info() is None else nullcontext():
+            with keep_randomness() if self._is_seeded and get_worker_info() is None else nullcontext():
                 return next(slot)[0]
         except StopIteration:
             slot.close()

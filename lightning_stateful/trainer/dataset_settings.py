@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +12,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import ConcatDataset
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.held_state import HeldState, changed_names
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.samplers.fingerprint import spread
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 
 # Attributes in a checkpoint, and characters of each one's value.
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
+# Bytes of a digest.
+_SIZE = 6
 _DEFAULTS = (bool, int, float, str)
 
 
@@ -79,7 +80,7 @@ class DatasetSettings:
     def note_read(self, path: str) -> None:
         """The first batch of a pass has been read, and no hook was called since :meth:`note_begin`."""
         if (before := self._reading.pop(path, None)) is not None:
-            self._changed_by_reading[path] |= _changed(before, _attributes(self._loaders[path]))
+            self._changed_by_reading[path] |= changed_names(before, _attributes(self._loaders[path]))
 
     def note_early_workers(self) -> None:
         """Training begins; workers of its first epoch may have been started before."""
@@ -91,7 +92,7 @@ class DatasetSettings:
         found: dict[str, dict[str, list[str]]] = {}
         for path, loader in self._loaders.items():
             built, began, now = self._built[path], self._at_begin[path], _attributes(loader)
-            names = sorted((_changed(built, now) | _changed(built, began)) - self._changed_by_reading[path])
+            names = sorted((changed_names(built, now) | changed_names(built, began)) - self._changed_by_reading[path])
             # What is held by something that was built later, as the samples of a cache are, no hook has set.
             names = [name for name in names if name in built or "." not in name.lstrip("0123456789.")]
             if names:
@@ -103,7 +104,7 @@ class DatasetSettings:
         built, read = self._built[path], self._changed_by_reading[path]
         now = _attributes(self._loaders[path], only_containers=True)
         changed = sorted((name, text) for name, text in now.items() if text != built.get(name, "") and name not in read)
-        return _digest_of(repr(changed).encode("utf-8", "replace")) if changed else ""
+        return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         expected = self._expected.get(path, {})
@@ -146,12 +147,11 @@ def _attributes(loader: StatefulLoader, *, only_containers: bool = False) -> dic
 def _shown(value: Any) -> str:
     """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
-        # NumPy has not all of torch's types.
-        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        value = as_array(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
             return ""
-        return f"an array {_digest_of(np.ascontiguousarray(value).tobytes())} of {value.nbytes} bytes"
+        return f"an array {hex_digest(np.ascontiguousarray(value).tobytes(), size=_SIZE)} of {value.nbytes} bytes"
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
     if not isinstance(value, (list, tuple, dict, deque)):
@@ -178,11 +178,7 @@ def _is_plain(values: list[Any]) -> bool:
 
 
 def _shortened(text: str) -> str:
-    return _digest_of(text.encode("utf-8", "replace")) if len(text) > _MOST_CHARACTERS else text
-
-
-def _digest_of(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=6).hexdigest()
+    return hex_digest(text.encode("utf-8", "replace"), size=_SIZE) if len(text) > _MOST_CHARACTERS else text
 
 
 def _users_of(dataset: Any) -> list[Any]:
@@ -192,7 +188,3 @@ def _users_of(dataset: Any) -> list[Any]:
     if isinstance(dataset, ConcatDataset):
         return [user for part in dataset.datasets for user in _users_of(part)]
     return [dataset]
-
-
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    return {name for name in {*before, *now} if before.get(name) != now.get(name)}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dis
-from collections import deque
-from functools import lru_cache
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -13,12 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.samplers.attributes import PLAIN
-from lightning_stateful.samplers.held_generators import names_in, parts_of, parts_of_class
+from lightning_stateful.samplers.attributes import names_in, reached
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-
-_MOST_OBJECTS = 20_000
 
 
 def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
@@ -116,33 +110,12 @@ def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:
     No property and no method of the objects is called. A data module is not looked into where a method of it is held
     that does not name its trainer, as a transform is.
     """
-    queue, seen = deque([dataset]), set[int]()
-    while queue and len(seen) < _MOST_OBJECTS:
-        value = queue.popleft()
-        if isinstance(value, (pl.Trainer, pl.LightningModule)):
-            return value
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, MethodType) and isinstance(value.__self__, pl.LightningDataModule):
-            function = value.__func__
-            if not isinstance(function, FunctionType) or "trainer" not in names_in(function.__code__):
-                continue
-        parts = parts_of(value)
-        if isinstance(value, FunctionType):
-            # An attribute may be named as a variable of the module is.
-            read = _variables_in(value.__code__)
-            parts = [part for part in parts or () if part[1] is not value.__globals__ or part[0] in read]
-        if parts is not None and id(type(value)) not in seen:
-            seen.add(id(type(value)))
-            parts += parts_of_class(type(value))
-        queue.extend(part for _, _, _, part in parts or () if type(part) not in PLAIN)
-    return None
+    found = reached({"dataset": dataset}, _may_read_trainer)
+    return next((place.value for place in found if isinstance(place.value, (pl.Trainer, pl.LightningModule))), None)
 
 
-@lru_cache(maxsize=1024)
-def _variables_in(code: CodeType) -> frozenset[str]:
-    """The variables of its module that code reads."""
-    inner = (_variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(own).union(*inner)
+def _may_read_trainer(value: Any) -> bool:
+    """False for a method of a data module that does not name its trainer."""
+    if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningDataModule):
+        return True
+    return isinstance(value.__func__, FunctionType) and "trainer" in names_in(value.__func__.__code__)

@@ -20,15 +20,23 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from lightning_stateful.samplers.attributes import LONG, PLAIN, SPREAD, VERY_LONG, attributes_of, is_data, some
+from lightning_stateful.samplers.attributes import (
+    BUILT_IN,
+    LONG,
+    PLAIN,
+    SPREAD,
+    VERY_LONG,
+    attributes_of,
+    is_data,
+    some,
+)
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 
 T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
 _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
-# Kinds of values that marshal writes.
-_WRITTEN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 # Numbers that stand for an array which others hold.
 _SHOWN = 1024
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
@@ -189,7 +197,7 @@ class SamplerCopy:
             own = not value.is_shared() and value.nbytes <= _MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
             return value.detach().clone().requires_grad_(value.requires_grad) if own else value
         if isinstance(value, np.ndarray):
-            own = value.flags.writeable and value.nbytes <= _MOST_BYTES and not _is_mapped(value)
+            own = value.flags.writeable and value.nbytes <= _MOST_BYTES and not is_mapped(value)
             return value.copy() if own and not value.dtype.hasobject else None if own else value
         if isinstance(value, torch.Generator):
             return torch.Generator(value.device).set_state(value.get_state())
@@ -229,13 +237,6 @@ def _is_unseen(value: object) -> bool:
     return bool(getattr(value, "__closure__", None)) or is_keeping
 
 
-def _is_mapped(array: object) -> bool:
-    # What is written there goes to a file, which others may read as well.
-    while array is not None and not isinstance(array, np.memmap):
-        array = getattr(array, "base", None)
-    return array is not None
-
-
 def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of_copy: bool = False) -> str:
     """Digest of all that a sampler holds but for random generators, to be compared in the same process.
 
@@ -252,7 +253,7 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
         if type(part) in (list, tuple, dict, set):
             continue
         if isinstance(part, (torch.Tensor, np.ndarray)):
-            array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) and _has_numpy(part) else part
+            array = as_array(part) if isinstance(part, torch.Tensor) and part.layout == torch.strided else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 # Several times faster than a digest of any length, and the same within a process.
                 hashed.update(str(hash(array.tobytes())).encode())
@@ -268,7 +269,7 @@ def digest_of_generators(*holders: Any) -> str:
     found = [generator for holder in holders for generator in SamplerParts(holder).generators.values()]
     found += [holder for holder in holders if isinstance(holder, GENERATORS)]
     states = [state_of_generator(generator) for generator in dict.fromkeys(found)]
-    return hashlib.blake2b("".join(states).encode(), digest_size=16).hexdigest() if states else ""
+    return hex_digest("".join(states).encode(), size=16) if states else ""
 
 
 def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
@@ -301,7 +302,7 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
                 found.setdefault(f"{of}.{name}", []).append(shown(item))
     # Numbers alone: a library that is imported while it is iterated may set others.
     found |= {f"os.environ[{name!r}]": [text] for name, text in os.environ.items() if text.isdigit()}
-    return {name: hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest() for name, values in found.items()}
+    return {name: hex_digest(repr(values).encode()) for name, values in found.items()}
 
 
 def shown(value: Any) -> str:
@@ -328,7 +329,7 @@ def _all_shown(values: list[Any], of_copy: bool = False) -> str:
     kinds, plain = set(map(type, values)), values
     if kinds <= {list, tuple} and max(map(len, values), default=0) <= LONG:
         plain = list(chain.from_iterable(values))
-    if _WRITTEN.issuperset(map(type, plain)):
+    if BUILT_IN.issuperset(map(type, plain)):
         # Version 0 writes equal values alike.
         return marshal.dumps(values, 0).hex()
     return str([_shown(value, of_copy) for value in values])
@@ -343,22 +344,18 @@ def _spread(values: Any) -> list[Any]:
     return list(values[::step] if isinstance(values, (list, tuple)) else islice(values, 0, None, step))
 
 
-def _has_numpy(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.dtype != torch.bfloat16
-
-
 def _shown(value: Any, of_copy: bool = False) -> str:
     """The plain values in a value, some numbers of an array or tensor, and the types of others."""
     if type(value) in PLAIN:
         return repr(value)
-    if isinstance(value, torch.Tensor) and _has_numpy(value):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and not _is_mapped(value):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        value = as_array(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and not is_mapped(value):
         some = value.flat[:: max(value.size // _SHOWN, 1)] if value.size else value
-        return hashlib.blake2b(some.tobytes(), digest_size=8).hexdigest()
+        return hex_digest(some.tobytes())
     if type(value) in (list, tuple, dict) and len(value) <= LONG:
         items = [*value, *value.values()] if type(value) is dict else value
-        if _WRITTEN.issuperset(map(type, items)):
+        if BUILT_IN.issuperset(map(type, items)):
             return marshal.dumps(items, 0).hex()
         return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])
     plain = {name: item for name, item in attributes_of(value).items() if type(item) in PLAIN}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from types import GeneratorType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,34 +44,6 @@ LONG_FAST_FORWARD = 1.0
 
 _END = object()
 _OF_KEPT: frozenset[Any] = frozenset({type(iter([])), type(iter(())), type(iter(range(0)))})
-
-
-class PassNotes(Protocol):
-    """Is told of the passes over a sampler, and knows those that were begun before."""
-
-    def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins."""
-
-    def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
-        """A pass has begun, and the sampler was told its epoch."""
-
-    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
-        """The last item that an epoch serves was drawn."""
-
-    def note_end(self, order: UserSampler, ended: SamplerPass) -> None:
-        """A pass has come to the sampler's end."""
-
-    def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
-        """An item of a pass has the digest ``found``."""
-
-    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
-        """An epoch is about to begin."""
-
-    def passes_before(self, epoch: int, cycle: int) -> list[list[int]]:
-        """The passes before one, for a state."""
-
-    def begin_since(self, order: UserSampler, told_of: list[list[int]]) -> None:
-        """Begin passes again that came after one."""
 
 
 class SamplerPass:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest
 
 _DEPTH = 12
 _SHOWN_LEAVES, _SHOWN_VALUES = 3, 4
@@ -28,10 +29,10 @@ def digests_of(batch: Any, num_samples: int | None = None) -> list[str]:
     lengths = {_num_rows(leaf) for _, leaf in leaves}
     num_rows = lengths.pop() if len(lengths) == 1 else None
     if num_rows and num_samples in (None, num_rows):
-        return [_digest([(path, leaf[row]) for path, leaf in leaves]) for row in range(num_rows)]
+        return [hex_digest(*_bytes_of([(path, leaf[row]) for path, leaf in leaves])) for row in range(num_rows)]
     if isinstance(batch, (list, tuple)) and batch and num_samples in (None, len(batch)):
-        return [_digest(sample) for sample in batch]
-    return [_digest(batch)]
+        return [hex_digest(*_bytes_of(sample)) for sample in batch]
+    return [hex_digest(*_bytes_of(batch))]
 
 
 def shown(batch: Any) -> str:
@@ -68,16 +69,9 @@ def _num_rows(leaf: Any) -> int | None:
     return len(leaf) if isinstance(leaf, (list, tuple)) else None
 
 
-def _digest(value: Any) -> str:
-    hashed = hashlib.blake2b(digest_size=8)
-    for part in _bytes_of(value, 0):
-        hashed.update(part)
-    return hashed.hexdigest()
-
-
-def _bytes_of(value: Any, depth: int) -> Iterator[bytes]:
+def _bytes_of(value: Any, depth: int = 0) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
-        value = _as_array(value)
+        value = as_array(value if value.layout is torch.strided else value.to_dense())
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         yield f"{value.dtype.str}{value.shape}".encode()
         yield np.ascontiguousarray(value).tobytes()
@@ -112,16 +106,6 @@ def _bytes_of_object(value: Any, depth: int) -> Iterator[bytes]:
     elif isinstance(getattr(value, "__dict__", None), dict):
         yield from _bytes_of(vars(value), depth)
     yield b")"
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach().cpu()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    # NumPy knows no bfloat16 and no float8: their bytes tell as much.
-    try:
-        return np.asarray(dense.numpy())
-    except TypeError:
-        return np.asarray(dense.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _shown(leaf: Any) -> str:

@@ -154,6 +154,13 @@ def test_it_is_found_in_a_class_and_in_a_variable_of_a_module_of_ones_own() -> N
     assert drawn(VARIABLE, lambda: VARIABLE.random()) == drawn(VARIABLE, lambda: VARIABLE.random())
 
 
+def test_an_attribute_is_not_taken_for_a_variable_of_that_name() -> None:
+    held = HeldGenerators(dataset=lambda other: other.VARIABLE)
+    held.isolated(5, lambda: None)
+
+    assert held.is_idle
+
+
 def test_two_references_are_one_generator_whatever_came_first() -> None:
     generator = random.Random(1)
     one, other = Holder(a=generator, b=generator), Holder()

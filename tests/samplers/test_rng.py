@@ -12,7 +12,6 @@ from lightning_stateful.samplers.rng import (
     IsolatedReads,
     OwnRandomness,
     Randomness,
-    keep_if_drawn,
     keep_randomness,
     seed_randomness,
 )
@@ -43,7 +42,7 @@ def test_generators_that_were_seeded_and_drawn_from_are_put_back(number: int) ->
     before = Randomness.now()
     expected = draw()
     before.restore()
-    with keep_if_drawn():
+    with keep_randomness():
         seed_randomness(7)
         draw()
 

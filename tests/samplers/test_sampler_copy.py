@@ -66,6 +66,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "array": (np.arange(4), lambda held: held.put(2, 9)),
     "array of lists": (np.array([[1], [2, 3]], dtype=object), lambda held: held[1].reverse()),
     "tensor": (torch.arange(4), lambda held: held.mul_(2)),
+    "tensor of a type that NumPy lacks": (torch.ones(4, dtype=torch.float8_e5m2), lambda held: held[2:].fill_(2)),
     "named tuple": (Point([1], 2), lambda held: held.x.append(1)),
     "many lists": ([[number, -number] for number in range(2000)], lambda held: (held[7].reverse(), held.pop())),
     "many and a nested list": ([*([number] for number in range(2000)), [1, [2]]], lambda held: held[-1].pop()),

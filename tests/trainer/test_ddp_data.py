@@ -312,7 +312,7 @@ def test_without_use_distributed_sampler_samplers_deal_out_by_themselves(ranks: 
     ("name", "words"),
     [
         ("lengths", "RankMismatchError: The ranks disagree.*length: rank 0: 22, rank 1: 26"),
-        ("streams", "use_distributed_sampler=False leaves the training loader as each rank has it"),
+        ("streams", "the training loader: use_distributed_sampler=False leaves the loader as each rank has it"),
     ],
 )
 def test_data_of_each_rank_that_cannot_be_resumed_are_refused(ranks: Ranks, name: str, words: str) -> None:
