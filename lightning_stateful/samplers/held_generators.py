@@ -27,6 +27,8 @@ _MOST_REPLACED = 8
 _LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
 # Objects of these packages, a Trainer or a logger among them, are none of a dataset's own.
 _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"})
+# Modules of Python's own, and of this package.
+_NOT_USERS = (sys.stdlib_module_names | {__name__.partition(".")[0]}) - {"__main__"}
 
 
 class _Link(NamedTuple):
@@ -91,6 +93,7 @@ class HeldGenerators:
     def __call__(self, seed: int, read: Callable[[], T]) -> T:
         """Run ``read()`` with the generators seeded, which stay where it leaves them."""
         if self._is_first:
+            self._find()
             return self._read_first(seed, read)
         self._look_again()
         self._seed(seed)
@@ -99,7 +102,7 @@ class HeldGenerators:
     def isolated(self, seed: int, read: Callable[[], T]) -> T:
         """Run ``read()`` with the generators seeded, and put them back."""
         if self._is_first:
-            return self.put_back_after(partial(self, seed, read))
+            return self.put_back_after(partial(self._read_first, seed, read))
         self._look_again()
         if len(self._states) == 1:
             # As below, in half the time.
@@ -161,7 +164,6 @@ class HeldGenerators:
 
     def _read_first(self, seed: int, read: Callable[[], T]) -> T:
         """Read a batch; once more if that has shown generators to be seeded, or to be left alone."""
-        self._find()
         known, states = self._found, [(state, state.get()) for state in self._found.values()]
         before = [(holder, dict(vars(holder))) for holder in self._holders]
         self._seed(seed)
@@ -301,8 +303,8 @@ def names_in(code: CodeType) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _is_users(module: str | None) -> bool:
-    """Whether a module is none of Python's, and of no installed package."""
-    if module is None or module.partition(".")[0] in (sys.stdlib_module_names - {"__main__"}):
+    """Whether a module is none of Python's or of this package, and of no installed one."""
+    if module is None or module.partition(".")[0] in _NOT_USERS:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
@@ -314,10 +316,11 @@ def parts_of_class(kind: type) -> list[tuple[str, Any, Any, Any]]:
     for one in kind.__mro__[:-1]:
         for name, part in vars(one).items():
             function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
-            if identity_of(part) is not None:
+            if isinstance(function, FunctionType):
+                if _is_users(function.__module__):
+                    parts.append((name, None, None, function))
+            elif identity_of(part) is not None:
                 parts.append((name, vars(one), name, part))
-            elif isinstance(function, FunctionType) and _is_users(function.__module__):
-                parts.append((name, None, None, function))
     return sorted(parts, key=lambda part: part[0])
 
 
