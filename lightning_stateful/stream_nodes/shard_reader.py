@@ -271,7 +271,8 @@ class ShardReader(StreamNode[Any]):
 
     def _gap_after(self, state: Any) -> int:
         """Samples after which a state of this size is worth being taken again."""
-        return _LEAST_GAP + (0 if state is None else len(json.dumps(state)) // _CHARACTERS_A_SAMPLE)
+        # Its repr is as long as its JSON, but for letters that JSON escapes, and is made in half the time.
+        return _LEAST_GAP + (0 if state is None else len(repr(state)) // _CHARACTERS_A_SAMPLE)
 
     def _advance(self) -> None:
         self.close()
