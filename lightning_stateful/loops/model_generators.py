@@ -89,7 +89,7 @@ class ModelGenerators:
 
     def _note_drawn(self, trainer: pl.Trainer) -> None:
         at, before = self._before_validation
-        if at == next_step(trainer) and before:
+        if before and at == next_step(trainer):
             now = _plain(self._states(trainer))
             self._validated = {place for place, state in _plain(before).items() if now.get(place) != state}
 

@@ -52,7 +52,17 @@ def seed_randomness(seed: int) -> None:
     seed &= _MOST_OF_INT64
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
+    _seed_python(seed >> 31)
+
+
+def _seed_python(seed: int) -> None:
+    """Seed ``random`` with 32 bits, in half the time of ``random.seed``: NumPy seeds the same kind of generator."""
+    _TWISTER.seed(seed)
+    if _PYTHON_MEMORY is None:
+        random.setstate((3, (*_TWISTER.get_state()[1].tolist(), _NUM_WORDS), None))
+    else:
+        _PYTHON_MEMORY.raw = _ALL_USED + _TWISTER_MEMORY.raw
+        _PYTHON.gauss_next = None
 
 
 def seed_devices(seed: int) -> None:
@@ -238,6 +248,9 @@ def _python_words(memory: bytes) -> tuple[int, ...]:
 
 _PYTHON: Any = vars(random)["_inst"]  # what the functions of the module are methods of
 _PYTHON_MEMORY = python_memory(_PYTHON)
+_TWISTER: Any = np.random.RandomState(0)
+_TWISTER_MEMORY: Any = (ctypes.c_char * (4 * _NUM_WORDS)).from_address(_TWISTER._bit_generator.ctypes.state_address)
+_ALL_USED = struct.pack("=i", _NUM_WORDS)
 _bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
 
 

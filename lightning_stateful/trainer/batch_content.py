@@ -61,7 +61,7 @@ class BatchContent:
         """Whether all loaders are of map-style datasets."""
         return len(self._map_style) == self._num_loaders
 
-    def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: tuple[int, int]) -> None:
+    def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: Callable[[], tuple[int, int]]) -> None:
         """Digest a batch that is about to be handed over, if it is a hundredth one.
 
         Args:
@@ -69,7 +69,7 @@ class BatchContent:
             plan: The plan that it is of.
             step: Its step of the plan.
             batch: The batch.
-            at: Its epoch and number, for people.
+            at: Gives its epoch and number, for people.
         """
         self.settings.note_read(path)
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
@@ -85,7 +85,7 @@ class BatchContent:
             return
         held = self.settings.changed_containers(path)
         self.latest[path] = {
-            "batch": list(at),
+            "batch": list(at()),
             "progress": plan.progress_after(step).to_dict(),
             "read_by": _read_by(loader),
             "ranks": topology.num_replicas,

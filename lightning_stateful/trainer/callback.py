@@ -452,7 +452,7 @@ class StatefulDataCallback(pl.Callback):
             refuse_other_loaders(trainer, self._loaders)
         self._phase = Training(loop_progress.note_batch(trainer), phase.validation_epoch)
         self._results.note_batch(trainer)
-        self.settings.ledger.begin_batch(loop_progress.next_step(trainer))
+        self.settings.ledger.begin_batch(trainer)
         other_callbacks.clear_stale_gradients(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

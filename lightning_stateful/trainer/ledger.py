@@ -25,6 +25,7 @@ from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, Le
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
@@ -218,14 +219,16 @@ class LedgerWriter:
         rank_zero_warn(f"{said} The ledger only counts such batches.", category=StatefulWarning)
         return None, 0
 
-    def begin_batch(self, at: tuple[int, int]) -> None:
+    def begin_batch(self, trainer: pl.Trainer) -> None:
         """Training begins on the batch that was fetched first."""
+        if not self.is_on:
+            return
         self._take_back()
         fetched = self._fetched.popleft() if self._fetched else _Fetched()
         if not fetched.parts:
             return
         began, parts = time.perf_counter() - self._began_at, chain.from_iterable(fetched.parts.values())
-        self._begun = begun = Batch(*at, tuple(parts), began, fetched.waited)
+        self._begun = begun = Batch(*next_step(trainer), tuple(parts), began, fetched.waited)
         self._write(lambda file: file.add(begun))
         if self._has_peers:
             # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.

@@ -380,7 +380,7 @@ class TrainLoaders:
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
         if self._notes_content:
-            self.content.note(path, plan, step, batch, self._next_step())
+            self.content.note(path, plan, step, batch, self._next_step)
         if self._ledger.is_on:
             loader, waited = self.combined.loaders[path], self._proxies[path].waited
             # Of what is left out on all ranks one writes.

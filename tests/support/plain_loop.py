@@ -33,14 +33,13 @@ class Samples(Dataset[Any]):
 
 
 class Chunks(Sampler[list[int]]):
-    """Every sample once an epoch, in batches of two and more, of which the global ``random`` draws the sizes."""
+    """Every sample once an epoch, in 16 batches of two to four, of which the global ``random`` draws the sizes."""
 
     def __iter__(self) -> Iterator[list[int]]:
         left = list(range(LENGTH))
         random.shuffle(left)
-        while left:
-            size = random.randint(2, 4)
-            size += len(left) - size == 1
+        for behind in reversed(range(16)):
+            size = random.randint(max(2, len(left) - 4 * behind), min(4, len(left) - 2 * behind))
             yield left[:size]
             left = left[size:]
 
