@@ -108,13 +108,12 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
         place = queue.popleft()
         yield place
         value = place.value
-        if id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
-            continue
-        seen[id(value)] = value
         kind: Any = type(value)
         read = _reader_of(kind)
-        if read is None:
+        # A class is seen once an object of it was, and not by itself.
+        if read is None or id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
             continue
+        seen[id(value)] = value
         parts = read(value)
         if id(kind) not in seen:
             seen[id(kind)] = kind
