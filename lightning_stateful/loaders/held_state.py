@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.dataset_content import bytes_of
-from lightning_stateful.samplers.attributes import BUILT_IN
+from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, package_of
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
@@ -30,7 +30,7 @@ _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_stateful", "datasets")
+_LIBRARIES = LIGHTNINGS | {"lightning_stateful", "datasets"}
 
 
 class HeldState:
@@ -105,7 +105,7 @@ class HeldState:
 
 
 def _is_left_alone(value: Any) -> bool:
-    return isinstance(value, _LEFT_ALONE) or type(value).__module__.partition(".")[0] in _LIBRARIES
+    return isinstance(value, _LEFT_ALONE) or package_of(type(value)) in _LIBRARIES
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

@@ -28,6 +28,14 @@ BUILT_IN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 PLAIN = BUILT_IN | {range, np.int64, np.int32, np.float64, np.bool_}
 
 
+LIGHTNINGS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
+
+
+def package_of(kind: Any) -> str:
+    """The package that a class or function is of, such as ``torch``."""
+    return (kind.__module__ or "").partition(".")[0]
+
+
 def attributes_of(value: object) -> dict[str, Any]:
     """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
     held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
@@ -63,7 +71,7 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
 _OF_TENSORS = ("_parameters", "_buffers")
 _LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
 # Objects of these packages, a Trainer or a logger among them, are none of a user's own.
-_LEFT_OUT_PACKAGES = {"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"}
+_LEFT_OUT_PACKAGES = LIGHTNINGS | {"logging", "threading", "multiprocessing", "concurrent"}
 # Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
 Part: TypeAlias = tuple[str, Any, Any, Any]
 
@@ -125,7 +133,7 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
 @lru_cache(maxsize=4096)
 def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
     """The function that reads the parts of objects of a kind; None for what is not looked into."""
-    if issubclass(kind, _LEFT_OUT) or kind.__module__.partition(".")[0] in _LEFT_OUT_PACKAGES:
+    if issubclass(kind, _LEFT_OUT) or package_of(kind) in _LEFT_OUT_PACKAGES:
         return None
     readers: list[tuple[tuple[type, ...], Callable[[Any], list[Part]]]] = [
         ((FunctionType,), _parts_of_function),
@@ -231,21 +239,16 @@ def _parts_of_class(kind: type) -> list[Part]:
 
 
 # Packages whose functions are none of a user's.
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_stateful", "torchdata", "numpy"}
+_LIBRARIES = LIGHTNINGS | {"torch", "lightning_stateful", "torchdata", "numpy"} | sys.stdlib_module_names
 
 
 @lru_cache(maxsize=1024)
 def is_users(module: str | None) -> bool:
     """Whether a module is none of Python's, and of no installed package."""
-    if module is None or _is_librarys(module):
+    if module is None or module.partition(".")[0] in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
-
-
-def _is_librarys(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package in _LIBRARIES or package in sys.stdlib_module_names
 
 
 # Classes, functions and modules that are looked into, at most.
@@ -260,7 +263,7 @@ def named_outside(value: object) -> dict[str, Any]:
     own. Of torch's and Lightning's classes nothing is looked at.
     """
     left: list[Any] = list(type(value).__mro__)
-    homes = {of.__module__.partition(".")[0] for of in left if not _is_librarys(of.__module__)}
+    homes = set(map(package_of, left)) - _LIBRARIES
     found: dict[str, Any] = {}
     seen: set[int] = set()
     while left and len(seen) < _MOST_FOLLOWED:
@@ -268,7 +271,7 @@ def named_outside(value: object) -> dict[str, Any]:
         part = getattr(part, "__func__", getattr(part, "fget", part))
         if not isinstance(part, (type, FunctionType)) or id(part) in seen:
             continue
-        if not is_users(part.__module__) and (part.__module__ or "").partition(".")[0] not in homes:
+        if not is_users(part.__module__) and package_of(part) not in homes:
             continue
         seen.add(id(part))
         for name, named in _named_by(part):
