@@ -8,9 +8,10 @@ from __future__ import annotations
 import dis
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -141,9 +142,14 @@ def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
         ((BuiltinFunctionType,), lambda value: [("self", value.__self__, None, None)]),
         ((partial,), lambda value: _numbered((value.func, value.args, value.keywords))),
         ((dict, list, tuple, deque), _parts_of_container),
-        ((torch.nn.Module,), lambda value: [one for one in _parts_in_attributes(value) if one[0] not in _OF_TENSORS]),
     ]
-    return next((read for kinds, read in readers if issubclass(kind, kinds)), _parts_in_attributes)
+    left_out = _OF_TENSORS if issubclass(kind, torch.nn.Module) else ()
+    in_attributes = partial(_parts_in_attributes, left_out=left_out, has_slots=_has_slots(kind))
+    return next((read for kinds, read in readers if issubclass(kind, kinds)), in_attributes)
+
+
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(one) for one in kind.__mro__)
 
 
 def _numbered(values: Iterable[Any], container: Any = None) -> list[Part]:
@@ -161,27 +167,24 @@ def _parts_of_container(value: Any) -> list[Part]:
         values = list(base.__iter__(value))
         parts = [] if is_data(values) else _numbered(values, value)
     # One of a subclass has attributes too.
-    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value)
+    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value, has_slots=True)
 
 
-def _parts_in_attributes(value: Any) -> list[Part]:
+def _parts_in_attributes(value: Any, left_out: Collection[str] = (), has_slots: bool = False) -> list[Part]:
     own = getattr(value, "__dict__", None) or {}
-    kind: Any = type(value)
-    held = attributes_of(value) if _has_slots(kind) else own
+    held = attributes_of(value) if has_slots else own
     # Written out, as a model has some ten thousand attributes.
     found = [
-        (name, part)
+        (name, part, own if name in own else None, name)
         for name, part in list(held.items())
-        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS) and type(name) is str
+        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS)
+        and type(name) is str
+        and not (name in left_out or name.startswith(_NOTES))
     ]
-    # A name says where an attribute is, and not when it was set.
-    found.sort(key=lambda one: one[0])
-    return [(name, part, own if name in own else None, name) for name, part in found if not name.startswith(_NOTES)]
-
-
-@lru_cache(maxsize=4096)
-def _has_slots(kind: type) -> bool:
-    return any("__slots__" in vars(one) for one in kind.__mro__)
+    if len(found) > 1:
+        # A name says where an attribute is, and not when it was set.
+        found.sort(key=itemgetter(0))
+    return found
 
 
 def _parts_of_function(function: FunctionType) -> list[Part]:
