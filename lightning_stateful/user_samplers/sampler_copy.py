@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -257,8 +258,8 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
         if isinstance(part, (torch.Tensor, np.ndarray)):
             array = as_array(part) if isinstance(part, torch.Tensor) and part.layout == torch.strided else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
-                # Several times faster than a digest of any length, and the same within a process.
-                hashed.update(str(hash(array.tobytes())).encode())
+                # Five times as fast as a digest of 128 bits, for a change that nobody has made to go unseen.
+                hashed.update(f"{array.nbytes} {crc32(array.tobytes())};".encode())
         elif not isinstance(part, GENERATORS):
             for name, item in attributes_of(part).items():
                 is_epoch = type(item) is int and item == epoch
