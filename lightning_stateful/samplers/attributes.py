@@ -51,6 +51,15 @@ def attributes_of(value: object) -> dict[str, Any]:
 _NOTES = ("__pl_saved", "__dict__")
 
 
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """The variables of functions around a function that it uses, but for those that are not set yet."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
 def is_data(values: Iterable[Any]) -> bool:
     """Whether the items of a container are plain, or so many that they are data."""
     items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)
@@ -189,10 +198,7 @@ def _parts_in_attributes(value: Any, left_out: Collection[str] = (), has_slots: 
 
 def _parts_of_function(function: FunctionType) -> list[Part]:
     """Closure, default arguments, variables of its module that it reads, and attributes of a function."""
-    parts: list[Part] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):
-            parts.append((name, cell.cell_contents, None, None))
+    parts: list[Part] = [(name, part, None, None) for name, part in closure_of(function).items()]
     parts += [(name, part, None, None) for name, part, _, _ in _numbered(function.__defaults__ or ())]
     defaults, own = function.__kwdefaults__ or {}, vars(function)
     held = [(defaults, sorted(defaults)), (function.__globals__, _variables_of(function)), (own, sorted(own))]
@@ -296,6 +302,4 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
     for module, held in modules:
         yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
-    for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
-        with suppress(ValueError):
-            yield f"{part.__qualname__}.{name}", cell.cell_contents
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
