@@ -23,12 +23,14 @@ from torch.utils.data import Dataset, Sampler
 
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
+    LIGHTNINGS,
     LONG,
     PLAIN,
     SPREAD,
     VERY_LONG,
     attributes_of,
     is_data,
+    package_of,
     some,
 )
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped
@@ -46,7 +48,7 @@ _SHARED = (
     *(Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom),
 )
 # Objects of these packages, a Trainer or a DataLoader among them, are none of a sampler's data.
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+_LIBRARIES = LIGHTNINGS | {"torch"}
 
 
 class SamplerParts:
@@ -131,7 +133,7 @@ def _is_shared(value: object, is_held: bool) -> bool:
         return True
     if isinstance(value, (*_CONTAINERS, *GENERATORS)):
         return False
-    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+    if package_of(type(value)) in _LIBRARIES:
         return True
     # Whatever else is indexed and has a length is a dataset of some library.
     is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
@@ -291,7 +293,7 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
     holders = [(part, attributes_of(part)) for part in parts.shared if not isinstance(part, (type, ModuleType))]
     holders += [(part, part._buffers) for part, _ in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
-        if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
+        if package_of(kind) not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
             within = [kind, *_with_classes(sys.modules.get(kind.__module__))]
             holders += [(holder, attributes_of(holder)) for holder in within]
     for holder, held in holders:
