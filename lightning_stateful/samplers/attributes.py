@@ -118,7 +118,7 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
         parts = read(value)
         if id(kind) not in seen:
             seen[id(kind)] = kind
-            parts += _parts_of_class(kind)
+            parts += parts_of_class(kind)
         if len(queue) + len(seen) < _MOST_OBJECTS:
             queue += [Place((*place.path, name), part, held, key, place) for name, part, held, key in parts]
 
@@ -218,7 +218,7 @@ def _variables_in(code: CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
-def _parts_of_class(kind: type) -> list[Part]:
+def parts_of_class(kind: type) -> list[Part]:
     """Generators that are attributes of a class, and the functions of one that is the user's."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
@@ -256,7 +256,8 @@ _MOST_FOLLOWED = 256
 def named_outside(value: object) -> dict[str, Any]:
     """Values outside of an object that the methods of its class name, by names with those of module or class.
 
-    These are attributes of its classes, global variables of their modules, and variables of functions around them.
+    These are attributes of its classes, global variables of their modules, variables of functions around them, and
+    default arguments.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's
     own. Of torch's and Lightning's classes nothing is looked at.
     """
@@ -294,3 +295,11 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
         with suppress(ValueError):
             yield f"{part.__qualname__}.{name}", cell.cell_contents
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in _defaults_of(part).items())
+
+
+def _defaults_of(function: FunctionType) -> dict[str, Any]:
+    """Default arguments of a function, by name."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}

@@ -15,7 +15,12 @@ from typing import Any
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.sampler_copy import (
+    SamplerCopy,
+    digest_of_contents,
+    names_unseen,
+    surroundings_of,
+)
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
@@ -76,8 +81,8 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
         facts.leads_back = state is not None and _leads_back(fresh, state, following)
-        is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
-        if not is_seen and _begins_apart(fresh):
+        is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
+        if is_unseen and "nondeterministic" not in order.accept and _begins_apart(fresh):
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
