@@ -362,9 +362,14 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
     return {name: hex_digest(repr(values).encode()) for name, values in found.items()}
 
 
-def shown(value: Any) -> str:
-    """The plain values in a value or its items, some of a long one's, and the types of others."""
-    return _all_shown(_spread(value)) if isinstance(value, _SEQUENCES) else _shown(value)
+def shown(value: Any, *, of_copy: bool = False) -> str:
+    """The plain values in a value or its items, some of a long one's, and the types of others.
+
+    Args:
+        value: The value.
+        of_copy: It is compared with that of a copy, so objects do not count as the same objects.
+    """
+    return _all_shown(_spread(value), of_copy) if isinstance(value, _SEQUENCES) else _shown(value, of_copy)
 
 
 def _with_classes(module: ModuleType | None) -> list[Any]:

@@ -90,7 +90,7 @@ class SamplerMemory:
         self._looks_next = self._is_look = False
 
     def generators_outside(self, sampler: Any, dataset: Any) -> list[tuple[Path, GeneratorState]]:
-        """The generators outside of the sampler that its code reaches, as they were found before anybody iterated it."""
+        """The generators outside of the sampler that its code reaches, found before anybody has iterated it."""
         if self._outside is None:
             self._outside = generators_outside(sampler, dataset)
         return self._outside

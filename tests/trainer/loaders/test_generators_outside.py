@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harm.basics import LENGTH, Indices, loader
+from harm.basics import LENGTH, Indices, loader, permutation
 from harm.laws import resumed, uninterrupted
 from harm.runs import Trial, train
 from harm.table import Entry, of
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -181,3 +181,130 @@ def test_a_sampler_that_counts_in_variables_of_a_function_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedLoaderError, match=said):
         _ = WrappedSampler(make()).facts
+
+
+# Iterable datasets
+
+
+class Fresh(IterableDataset[int]):
+    """Is made in a process as it is when its modules have just been imported."""
+
+    def __init__(self) -> None:
+        global RNG, PASSES
+        RNG, PASSES, HELD["rng"] = np.random.default_rng(0), 0, random.Random(0)
+
+
+class OrderOfModule(Fresh):
+    def __iter__(self) -> Iterator[int]:
+        return iter(RNG.permutation(LENGTH).tolist())
+
+
+class LazilyOfDict(Fresh):
+    """Draws one sample at a time: the order of a pass depends on all of those before."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(LENGTH))
+        while left:
+            yield left.pop(HELD["rng"].randrange(len(left)))
+
+
+class CountsAtEnd(Fresh):
+    """Counts in a variable of its module, when it has given its last sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        global PASSES
+        yield from permutation(PASSES)
+        PASSES += 1
+
+
+class Pipe(IterableDataset[int]):
+    """Samples that go through functions, one after the other."""
+
+    def __init__(self, *stages: Callable[[Iterator[int]], Iterator[int]]) -> None:
+        self.stages = stages
+
+    def __iter__(self) -> Iterator[int]:
+        samples = iter(range(LENGTH))
+        for stage in self.stages:
+            samples = stage(samples)
+        return samples
+
+
+def shuffled() -> Callable[[Iterator[int]], Iterator[int]]:
+    rng = random.Random(3)
+
+    def stage(samples: Iterator[int]) -> Iterator[int]:
+        drawn = list(samples)
+        rng.shuffle(drawn)
+        yield from drawn
+
+    return stage
+
+
+def rotated() -> Callable[[Iterator[int]], Iterator[int]]:
+    passes = 0
+
+    def stage(samples: Iterator[int]) -> Iterator[int]:
+        nonlocal passes
+        passes += 1
+        return ((sample + passes) % LENGTH for sample in samples)
+
+    return stage
+
+
+def by_iterator() -> Callable[[Iterator[int]], Iterator[int]]:
+    passes = itertools.count()
+    return lambda samples: (lambda passed: ((sample + passed) % LENGTH for sample in samples))(next(passes))
+
+
+def dataset_of_default() -> IterableDataset[int]:
+    class OrderOfDefault(IterableDataset[int]):
+        def __iter__(self, rng: Any = np.random.default_rng(0)) -> Iterator[int]:  # noqa: B008  # as users write it
+            return iter(rng.permutation(LENGTH).tolist())
+
+    return OrderOfDefault()
+
+
+PASSES = 0
+ITERABLES: dict[str, Callable[[], IterableDataset[int]]] = {
+    "module": OrderOfModule,
+    "drawn lazily": LazilyOfDict,
+    "counts at the end": CountsAtEnd,
+    "default argument": dataset_of_default,
+    "stages": lambda: Pipe(shuffled(), rotated()),
+    "iterator": lambda: Pipe(by_iterator()),
+}
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in ITERABLES), ("stages", 2), ("drawn lazily", 2)])
+def test_an_iterable_that_goes_on_from_values_elsewhere_resumes_exactly(
+    tmp_path: Path, kind: str, workers: int
+) -> None:
+    lives = {"persistent_workers": True} if workers else {}
+    entry = Entry(lambda count: loader(count, dataset=ITERABLES[kind](), **lives), "equal")
+    plain, own = (train(entry, own=with_callback, workers=workers) for with_callback in (False, True))
+    assert uninterrupted(entry, [Trial(plain, own)], None) == ("same", "")
+    for stop in (1, 6, 8) if not workers else (15,):
+        saved = train(entry, workers=workers, save=tmp_path / "stop.ckpt", after=stop)
+        again = train(entry, workers=workers, ckpt_path=tmp_path / "stop.ckpt")
+        assert resumed([saved], [again]) == ("exact", ""), stop
+
+
+class GoesOn(Fresh):
+    """As it is made anew in a process in which others have gone on."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(RNG.permutation(LENGTH).tolist())
+
+
+def test_values_elsewhere_that_a_new_dataset_finds_moved_are_named_at_the_resume(tmp_path: Path) -> None:
+    entry = Entry(lambda count: loader(count, dataset=GoesOn()), "equal")
+    OrderOfModule()  # puts the module's generator to its beginning
+    saved = train(entry, workers=0, save=tmp_path / "stop.ckpt", after=6)
+    again = train(entry, workers=0, ckpt_path=tmp_path / "stop.ckpt")
+    outcome, why = resumed([saved], [again])
+    assert outcome == "warned", why
+    assert any("GoesOn" in text and "RNG in a pass" in text for text in again.said), again.said
