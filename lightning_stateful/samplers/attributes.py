@@ -195,7 +195,7 @@ def _variables_of(function: FunctionType) -> list[str]:
     named = names_in(code) if is_users(function.__module__) else ()
     may_lead = [name for name in named if name in held and _may_lead(held[name])]
     # An attribute may be named as a variable of the module is; to tell them apart takes longer.
-    return [name for name in may_lead if name in _variables_in(code)]
+    return [name for name in may_lead if name in variables_in(code)]
 
 
 def _may_lead(value: Any) -> bool:
@@ -211,9 +211,9 @@ def names_in(code: CodeType) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _variables_in(code: CodeType) -> frozenset[str]:
+def variables_in(code: CodeType) -> frozenset[str]:
     """The variables of its module that code reads, with those of functions in it."""
-    inner = (_variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    inner = (variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
     own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*inner)
 
@@ -276,7 +276,7 @@ def named_outside(value: object) -> dict[str, Any]:
         for name, named in _named_by(part):
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
-            elif not callable(named) and not isinstance(named, ModuleType):
+            elif (not callable(named) or is_users(type(named).__module__)) and not isinstance(named, ModuleType):
                 found[name] = named
     return found
 

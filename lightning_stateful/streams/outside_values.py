@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from lightning_stateful.samplers.attributes import PLAIN, Place, is_users, names_in, reached
+from lightning_stateful.samplers.attributes import PLAIN, Place, is_users, names_in, reached, variables_in
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state, state_of_generator
 from lightning_stateful.user_samplers.sampler_copy import shown
@@ -65,7 +65,7 @@ class OutsideValues:
         for module in (one for one in modules if isinstance(one, ModuleType) and is_users(one.__name__)):
             for variable in names:
                 self._note_variable(f"{module.__name__}.{variable}", (vars(module), variable))
-        for variable in names:
+        for variable in sorted(variables_in(function.__code__)):
             self._note_variable(f"{function.__module__}.{variable}", (held, variable))
 
     def _note_class(self, kind: type) -> None:

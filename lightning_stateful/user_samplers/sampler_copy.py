@@ -34,7 +34,7 @@ from lightning_stateful.samplers.attributes import (
     reached,
     some,
 )
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped
+from lightning_stateful.samplers.fingerprint import as_array, digest, hex_digest, is_mapped
 from lightning_stateful.samplers.generator_states import GeneratorState, identity_of, state_for
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 
@@ -44,6 +44,8 @@ _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
 # Numbers that stand for an array which others hold.
 _SHOWN = 1024
+# Containers of so many items are looked into for what they hold in turn.
+_MOST_NESTED = 64
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
 _SHARED = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType),
@@ -307,9 +309,13 @@ def generators_outside(sampler: Any, dataset: Any = None) -> list[tuple[Path, Ge
 
 
 def names_unseen(sampler: Any, dataset: Any = None) -> bool:
-    """Whether the code of a sampler names objects outside of it that no digest tells, such as an iterator."""
+    """Whether the code of a sampler names an iterator, a generator or a database outside of it that no digest tells."""
     named = _named_by_code_of(SamplerParts(sampler, dataset)).values()
-    return any(not (_is_told(value) or isinstance(value, (Sampler, Dataset)) or identity_of(value)) for value in named)
+    others = [value for value in named if not isinstance(value, (torch.Tensor, np.ndarray, random.SystemRandom))]
+    return any(
+        _moves(value) or _is_unseen(value) or (isinstance(value, GENERATORS) and identity_of(value) is None)
+        for value in others
+    )
 
 
 def _named_by_code_of(parts: SamplerParts) -> dict[str, Any]:
@@ -348,8 +354,10 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
             holders += [(holder, attributes_of(holder)) for holder in within]
     of_holders = {getattr(holder, "__qualname__", getattr(holder, "__name__", "")) for holder, _ in holders}
     for name, item in _named_by_code_of(parts).items():
-        if _is_told(item) and name.rpartition(".")[0] not in of_holders:
-            found.setdefault(name, []).append(shown(item))
+        if _is_told(item) and not (type(item) in PLAIN and name.rpartition(".")[0] in of_holders):
+            is_small = isinstance(item, (list, tuple, dict)) and len(item) <= _MOST_NESTED
+            # Counts may be deeper in it.
+            found.setdefault(name, []).append(shown(item) + (digest(item) if is_small else ""))
     for holder, held in holders:
         of = holder.__name__ if isinstance(holder, (type, ModuleType)) else type(holder).__name__
         for name, item in held.items():

@@ -156,6 +156,39 @@ def counts_in_default() -> Sampler[int]:
     return Counts()
 
 
+def counts_in_nested_dict() -> Sampler[int]:
+    state = {"passes": {"number": 0}}
+
+    class Counts(Drawn):
+        def __iter__(self) -> Iterator[int]:
+            state["passes"]["number"] += 1
+            return iter([index * (1, 5, 7, 11)[state["passes"]["number"] % 4] % LENGTH for index in range(LENGTH)])
+
+    return Counts()
+
+
+class Counter:
+    """An object of a module that is called, and counts."""
+
+    number = 0
+
+    def __call__(self) -> int:
+        self.number += 1
+        return self.number
+
+
+COUNTER = Counter()
+
+
+def counts_in_object() -> Sampler[int]:
+    class Counts(Drawn):
+        def __iter__(self) -> Iterator[int]:
+            stride = (1, 5, 7, 11)[COUNTER() % 4]
+            return iter([index * stride % LENGTH for index in range(LENGTH)])
+
+    return Counts()
+
+
 def counts_by_iterator() -> Sampler[int]:
     passes = itertools.count()
 
@@ -173,6 +206,8 @@ def counts_by_iterator() -> Sampler[int]:
         (counts_in_closure, r"changes `counts_in_closure\..*Counts\.__iter__\.passes` while it is iterated"),
         (counts_in_variable, r"changes `counts_in_variable\..*Counts\.__iter__\.passes` while it is iterated"),
         (counts_in_default, r"changes `counts_in_default\..*Counts\.__iter__\.passes` while it is iterated"),
+        (counts_in_nested_dict, r"changes `counts_in_nested_dict\..*Counts\.__iter__\.state` while it is iterated"),
+        (counts_in_object, r"changes `test_generators_outside\.COUNTER` while it is iterated"),
         (counts_by_iterator, r"yields something else whenever a copy"),
     ],
 )
