@@ -239,8 +239,7 @@ class IterableSlot:
         # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] < 2 else None
-        noted = {"changes": self._history.changes, "outside": dict(self._history.moved)}
-        self._held = {**held, "ended": ended, "passes": passes, **noted}
+        self._held = {**held, "ended": ended, "passes": passes, **self._history.noted()}
 
     def _can_begin_again(self, held: NodeState) -> bool:
         """Whether the one batch that was given behind a known beginning of the pass can be read again from there."""
@@ -429,8 +428,7 @@ class IterableSlot:
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
         self._watch_contents(is_first=not held["batches"])
-        changes |= {"changes": self._history.changes, "draws": self._history.draws}
-        changes["outside"] = dict(self._history.moved)
+        changes |= self._history.noted()
         if self._remembers:
             self._compare_with_loaded(batch)
             changes |= self._state_after(batch)

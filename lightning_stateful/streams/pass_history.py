@@ -56,6 +56,10 @@ class PassHistory(list[int]):
             self._began = self.outside.digests()
         return self._began
 
+    def noted(self) -> dict[str, Any]:
+        """What a state holds of passes so far."""
+        return {"changes": self.changes, "draws": self.draws, "outside": dict(self.moved)}
+
     def compare_outside(self, dataset: Any, expected: Mapping[str, str]) -> str:
         """A sentence on what was another before the first pass of the run that wrote a state; empty if nothing was.
 

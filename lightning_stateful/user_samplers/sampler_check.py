@@ -381,9 +381,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_UNSEEN = (
-    " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
-    "not copied (a database, say), which to try it before training changes. Let it keep what it changes in attributes "
-    "of its own, or pass accept=('nondeterministic',)."
+    " yields something else whenever a copy of it is begun, and its code reaches variables of a function, or an object "
+    "that is not copied (a database, an iterator, a generator of a class of your own), which to try it before training "
+    "changes. Let it keep what it changes in attributes of its own, or pass accept=('nondeterministic',)."
 )
 
 

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -107,6 +107,8 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     """Names or numbers, and the objects that a value holds by them; of containers of plain values or of data none."""
     if isinstance(value, (torch.Tensor, *GENERATORS)):
         return ()
+    if isinstance(value, MethodType):
+        return [("__self__", value.__self__)]
     if isinstance(value, np.ndarray):
         return enumerate(value.flat) if value.dtype.hasobject and value.size <= LONG else ()
     if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
@@ -124,6 +126,7 @@ def held_at(value: Any, path: Path) -> Any:
     """The object that names and numbers lead to; None where they lead nowhere."""
     for name in path:
         held = dict(enumerate(value)) if type(value) in (list, tuple) else value if type(value) is dict else None
+        held = {"__self__": value.__self__} if isinstance(value, MethodType) else held
         value = (attributes_of(value) if held is None else held).get(name)
     return value
 
