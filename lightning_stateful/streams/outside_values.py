@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from lightning_stateful.samplers.attributes import PLAIN, Place, is_users, names_in, reached, variables_in
+from lightning_stateful.samplers.attributes import PLAIN, is_users, names_in, reached, variables_in
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state, state_of_generator
 from lightning_stateful.user_samplers.sampler_copy import shown
@@ -40,12 +40,19 @@ class OutsideValues:
     def __init__(self, dataset: Any) -> None:
         self._variables: dict[str, tuple[_Variable, Any]] = {}
         self._contents: dict[int, tuple[str, Any, Any]] = {}
+        # The dataset itself is left out, and not held: a history of its passes ends with it.
         self._kinds: set[type] = set()
+        self._left_out = id(dataset)
         self.can_be_restored = True
+        # By the id of a place, whether it is reached through a function or a class, which copies share.
+        shared: dict[int, bool] = {}
         for place in reached({"dataset": dataset}):
+            above = place.above
+            is_shared = above is not None and (shared[id(above)] or type(above.value) is FunctionType)
+            shared[id(place)] = is_shared or isinstance(place.container, MappingProxyType)
             if isinstance(place.value, FunctionType):
                 self._note_variables(place.value)
-            elif _is_outside(place):
+            elif shared[id(place)]:
                 self._note_contents(".".join(place.path[1:]), place.value)
             if type(place.value) not in self._kinds:
                 for kind in type(place.value).__mro__:
@@ -78,6 +85,8 @@ class OutsideValues:
 
     def _note_variable(self, name: str, at: _Variable) -> None:
         value = _read(at)
+        if id(value) == self._left_out:
+            return
         if isinstance(value, type):
             self._note_class(value)
         elif name not in self._variables and not isinstance(value, (FunctionType, ModuleType)):
@@ -85,7 +94,7 @@ class OutsideValues:
             self._note_contents(name, value)
 
     def _note_contents(self, name: str, value: Any) -> None:
-        if id(value) in self._contents or type(value) in PLAIN:
+        if id(value) in self._contents or type(value) in PLAIN or id(value) == self._left_out:
             return
         self.can_be_restored &= not isinstance(value, Iterator)
         with suppress(Exception):  # A generator by the operating system has no state.
@@ -119,16 +128,6 @@ class OutsideValues:
     def generators(self) -> list[Any]:
         """The random generators among them."""
         return [value for _, value, _ in self._contents.values() if isinstance(value, GENERATORS)]
-
-
-def _is_outside(place: Place) -> bool:
-    """Whether a value is reached through a function or a class, which copies share."""
-    above: Place | None = place
-    while above is not None:
-        if isinstance(above.container, MappingProxyType) or (above.above and type(above.above.value) is FunctionType):
-            return True
-        above = above.above
-    return False
 
 
 def _text_of(value: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from harm.basics import LENGTH, Indices, loader, permutation
 from harm.laws import resumed, uninterrupted
 from harm.runs import Trial, train
 from harm.table import Entry, of
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -359,3 +362,19 @@ def test_values_elsewhere_that_a_new_dataset_finds_moved_are_named_at_the_resume
     outcome, why = resumed([saved], [again])
     assert outcome == "warned", why
     assert any("GoesOn" in text and "RNG in a pass" in text for text in again.said), again.said
+
+
+def test_a_dataset_is_let_go_of_when_its_loader_is() -> None:
+    class Closed(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.draw = lambda: iter(range(len(vars(self))))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.draw()
+
+    patched = patch_dataloader(DataLoader(Closed(), batch_size=2))
+    list(patched)
+    held = weakref.ref(patched.dataset)
+    del patched
+    gc.collect()
+    assert held() is None
