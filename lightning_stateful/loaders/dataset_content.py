@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stateful.samplers.attributes import BUILT_IN, attributes_of
+from lightning_stateful.samplers.attributes import BUILT_IN, attributes_of, package_of
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
 
 # More items or bytes than these are told by some thousand rows, evenly apart; of files that are mapped, by a few.
@@ -78,7 +78,7 @@ def _content(
         is_described: The indices of a subset, and a list of files, are described elsewhere.
         of_now: What has changed counts too.
     """
-    if id(dataset) in seen or depth > _DEPTH or type(dataset).__module__.partition(".")[0] == "datasets":
+    if id(dataset) in seen or depth > _DEPTH or package_of(type(dataset)) == "datasets":
         # Hugging Face's datasets are described by rows.
         return {}
     seen.add(id(dataset))

@@ -13,6 +13,7 @@ from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
+from lightning_stateful.samplers.attributes import LIGHTNINGS, package_of
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.user_loaders import is_torchdatas
@@ -229,7 +230,7 @@ def _is(sampler: object, kind: type) -> bool:
 
 def is_lightnings(value: object) -> bool:
     """Whether the class of ``value`` is one of Lightning's, which this layer does not import."""
-    return type(value).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+    return package_of(type(value)) in LIGHTNINGS
 
 
 def changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.dataset_content import bytes_of
-from lightning_stateful.samplers.attributes import BUILT_IN
+from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, package_of
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
@@ -30,14 +30,14 @@ _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_stateful", "datasets")
+_LIBRARIES = LIGHTNINGS | {"lightning_stateful", "datasets"}
 
 
 class HeldState:
-    """Attributes, closure cells, containers and generators that can be reached from some objects, copied shallowly.
+    """Attributes, closures, containers and generators that can be reached from some objects, copied shallowly.
 
-    Reached through ``__dict__``, cells, defaults, bound objects and short containers, in bounded depth and number. No
-    method or property of the objects is called. Modules, loaders and trainers are not looked into.
+    Reached through ``__dict__``, closures, defaults, bound objects and short containers, in bounded depth and number.
+    No method or property of the objects is called. Modules, loaders and trainers are not looked into.
 
     Args:
         roots: The objects.
@@ -87,7 +87,7 @@ class HeldState:
     def attributes(self) -> Iterator[tuple[str, Any]]:
         """The attributes of objects that are held, by the way that leads there."""
         for name, (value, copied) in self._kept.items():
-            if isinstance(copied, dict) and not isinstance(value, dict):
+            if isinstance(copied, dict) and not isinstance(value, (dict, FunctionType)):
                 way = name.partition(".")[2]
                 yield from ((f"{way}.{key}".removeprefix("."), item) for key, item in copied.items())
 
@@ -97,22 +97,13 @@ class HeldState:
         for name, (value, copied) in self._kept.items():
             if isinstance(copied, (list, deque, set, bytearray)) or isinstance(value, dict):
                 found[name] = copied
-            items = (
-                copied if isinstance(copied, dict) else dict(enumerate(copied)) if isinstance(value, CellType) else {}
-            )
+            items = copied if isinstance(copied, dict) else {}
             found |= {f"{name}.{key}": item for key, item in items.items() if isinstance(item, _REBOUND)}
         return found
 
 
 def _is_left_alone(value: Any) -> bool:
-    return isinstance(value, _LEFT_ALONE) or type(value).__module__.partition(".")[0] in _LIBRARIES
-
-
-def _contents(cell: CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
+    return isinstance(value, _LEFT_ALONE) or package_of(type(value)) in _LIBRARIES
 
 
 def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
@@ -121,8 +112,6 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield "__func__", value.__func__
     elif isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, CellType):
-        yield from (("", held) for held in _contents(value))
     elif isinstance(value, (list, tuple, deque, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((str(key), item) for key, item in items) if len(value) <= _MOST_ITEMS else ()
@@ -132,7 +121,7 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, FunctionType):
             used = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
             yield from ((name, held) for name, held in used if isinstance(held, (list, deque, bytearray)))
-            yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from closure_of(value).items()
             yield "__defaults__", value.__defaults__ or ()
             yield "__kwdefaults__", value.__kwdefaults__ or {}
         held = getattr(value, "__dict__", {})
@@ -149,8 +138,8 @@ def _copied(value: Any, *, containers: bool) -> Any:
         return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
     if isinstance(value, GENERATORS):
         return get_generator_state(value)
-    if isinstance(value, CellType):
-        return _contents(value)
+    if isinstance(value, FunctionType):
+        return closure_of(value)
     # Of a subclass what it holds as its base: methods of its own are not called.
     kinds: tuple[Any, ...] = (list, set, dict, bytearray)
     for kind in kinds:
@@ -159,7 +148,7 @@ def _copied(value: Any, *, containers: bool) -> Any:
     if type(value) is deque:
         return value.copy()
     held = getattr(value, "__dict__", None)
-    return dict(held) if isinstance(held, dict) and not isinstance(value, FunctionType) else None
+    return dict(held) if isinstance(held, dict) else None
 
 
 def _put_back(value: Any, copied: Any) -> None:
@@ -170,9 +159,10 @@ def _put_back(value: Any, copied: Any) -> None:
         value[...] = copied
     elif isinstance(value, GENERATORS):
         set_generator_state(value, copied)
-    elif isinstance(value, CellType):
-        if copied:
-            value.cell_contents = copied[0]
+    elif isinstance(value, FunctionType):
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        for name, held in copied.items():
+            cells[name].cell_contents = held
     elif isinstance(value, list):
         list.__setitem__(value, slice(None), copied)
     elif isinstance(value, bytearray):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -176,23 +176,33 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
         self._watch = Watch() if is_own and not settings.exact else None
         self._passes = OwnPasses(order, partial(_num_replicas, self), self._watch) if is_own else None
-        config = description.config(order, dataset)
+        self._track(order, dict.fromkeys([*description.accept, *settings.accept]))
+        # A wrapped sampler looks at the dataset's length itself.
+        self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
+        if isinstance(loader, StatefulLoader):
+            if loader.tracker.skipping is not None and not settings.exact:
+                self.tracker.skipping = loader.tracker.skipping.fresh()
+            # What a subclass of StatefulLoader has beside.
+            vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
+        self._original: DataLoader[Any] = copied(original)
+
+    def _track(self, order: BatchOrder, accept: Iterable[str]) -> None:
+        """Make the tracker of an order, and the samplers that yield the indices which it hands over."""
+        description, config = self.description, self.description.config(order, self.dataset)
         kind = Tracker if self._watch is None else OwnTracker
         self.tracker = kind(
             order,
             config if self._watch is None else {**config, "iteration": "own"},
             num_replicas=description.num_replicas,
             rank=description.rank,
-            accept=tuple(dict.fromkeys([*description.accept, *settings.accept])),
+            accept=tuple(accept),
         )
         # The lists of the dataset, as they were seen last.
         self._lists: dict[str, Any] = {}
-        self.tracker.changed = partial(changed_since, order, dataset, self._lists)
+        self.tracker.changed = partial(changed_since, order, self.dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
-        # A wrapped sampler looks at the dataset's length itself.
-        self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         size, drop_last = description.batch_size, description.drop_last
         indices = _ServedIndices(self.tracker, flat=description.has_whole_batches or size is not None)
         batches: Any = None if size is None else BatchSampler(indices, size, drop_last)
@@ -200,12 +210,6 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             batches = _ServedIndices(self.tracker)
         # torch guards these against changes.
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
-        if isinstance(loader, StatefulLoader):
-            if loader.tracker.skipping is not None and not settings.exact:
-                self.tracker.skipping = loader.tracker.skipping.fresh()
-            # What a subclass of StatefulLoader has beside.
-            vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
-        self._original: DataLoader[Any] = copied(original)
 
     @property
     def resume_note(self) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dis
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -28,6 +29,14 @@ BUILT_IN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 PLAIN = BUILT_IN | {range, np.int64, np.int32, np.float64, np.bool_}
 
 
+LIGHTNINGS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
+
+
+def package_of(kind: Any) -> str:
+    """The package that a class or function is of, such as ``torch``."""
+    return (kind.__module__ or "").partition(".")[0]
+
+
 def attributes_of(value: object) -> dict[str, Any]:
     """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
     held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
@@ -40,6 +49,15 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 _NOTES = ("__pl_saved", "__dict__")
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """The variables of functions around a function that it uses, but for those that are not set yet."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 def is_data(values: Iterable[Any]) -> bool:
@@ -63,7 +81,7 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
 _OF_TENSORS = ("_parameters", "_buffers")
 _LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
 # Objects of these packages, a Trainer or a logger among them, are none of a user's own.
-_LEFT_OUT_PACKAGES = {"lightning", "pytorch_lightning", "logging", "threading", "multiprocessing", "concurrent"}
+_LEFT_OUT_PACKAGES = LIGHTNINGS | {"logging", "threading", "multiprocessing", "concurrent"}
 # Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
 Part: TypeAlias = tuple[str, Any, Any, Any]
 
@@ -108,13 +126,12 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
         place = queue.popleft()
         yield place
         value = place.value
-        if id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
-            continue
-        seen[id(value)] = value
         kind: Any = type(value)
         read = _reader_of(kind)
-        if read is None:
+        # A class is seen once an object of it was, and not by itself.
+        if read is None or id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
             continue
+        seen[id(value)] = value
         parts = read(value)
         if id(kind) not in seen:
             seen[id(kind)] = kind
@@ -126,7 +143,7 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
 @lru_cache(maxsize=4096)
 def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
     """The function that reads the parts of objects of a kind; None for what is not looked into."""
-    if issubclass(kind, _LEFT_OUT) or kind.__module__.partition(".")[0] in _LEFT_OUT_PACKAGES:
+    if issubclass(kind, _LEFT_OUT) or package_of(kind) in _LEFT_OUT_PACKAGES:
         return None
     readers: list[tuple[tuple[type, ...], Callable[[Any], list[Part]]]] = [
         ((FunctionType,), _parts_of_function),
@@ -134,9 +151,14 @@ def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
         ((BuiltinFunctionType,), lambda value: [("self", value.__self__, None, None)]),
         ((partial,), lambda value: _numbered((value.func, value.args, value.keywords))),
         ((dict, list, tuple, deque), _parts_of_container),
-        ((torch.nn.Module,), lambda value: [one for one in _parts_in_attributes(value) if one[0] not in _OF_TENSORS]),
     ]
-    return next((read for kinds, read in readers if issubclass(kind, kinds)), _parts_in_attributes)
+    left_out = _OF_TENSORS if issubclass(kind, torch.nn.Module) else ()
+    in_attributes = partial(_parts_in_attributes, left_out=left_out, has_slots=_has_slots(kind))
+    return next((read for kinds, read in readers if issubclass(kind, kinds)), in_attributes)
+
+
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(one) for one in kind.__mro__)
 
 
 def _numbered(values: Iterable[Any], container: Any = None) -> list[Part]:
@@ -154,35 +176,29 @@ def _parts_of_container(value: Any) -> list[Part]:
         values = list(base.__iter__(value))
         parts = [] if is_data(values) else _numbered(values, value)
     # One of a subclass has attributes too.
-    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value)
+    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value, has_slots=True)
 
 
-def _parts_in_attributes(value: Any) -> list[Part]:
+def _parts_in_attributes(value: Any, left_out: Collection[str] = (), has_slots: bool = False) -> list[Part]:
     own = getattr(value, "__dict__", None) or {}
-    kind: Any = type(value)
-    held = attributes_of(value) if _has_slots(kind) else own
+    held = attributes_of(value) if has_slots else own
     # Written out, as a model has some ten thousand attributes.
     found = [
-        (name, part)
+        (name, part, own if name in own else None, name)
         for name, part in list(held.items())
-        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS) and type(name) is str
+        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS)
+        and type(name) is str
+        and not (name in left_out or name.startswith(_NOTES))
     ]
-    # A name says where an attribute is, and not when it was set.
-    found.sort(key=lambda one: one[0])
-    return [(name, part, own if name in own else None, name) for name, part in found if not name.startswith(_NOTES)]
-
-
-@lru_cache(maxsize=4096)
-def _has_slots(kind: type) -> bool:
-    return any("__slots__" in vars(one) for one in kind.__mro__)
+    if len(found) > 1:
+        # A name says where an attribute is, and not when it was set.
+        found.sort(key=itemgetter(0))
+    return found
 
 
 def _parts_of_function(function: FunctionType) -> list[Part]:
     """Closure, default arguments, variables of its module that it reads, and attributes of a function."""
-    parts: list[Part] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):
-            parts.append((name, cell.cell_contents, None, None))
+    parts: list[Part] = [(name, part, None, None) for name, part in closure_of(function).items()]
     parts += [(name, part, None, None) for name, part, _, _ in _numbered(function.__defaults__ or ())]
     defaults, own = function.__kwdefaults__ or {}, vars(function)
     held = [(defaults, sorted(defaults)), (function.__globals__, _variables_of(function)), (own, sorted(own))]
@@ -232,21 +248,16 @@ def parts_of_class(kind: type) -> list[Part]:
 
 
 # Packages whose functions are none of a user's.
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_stateful", "torchdata", "numpy"}
+_LIBRARIES = LIGHTNINGS | {"torch", "lightning_stateful", "torchdata", "numpy"} | sys.stdlib_module_names
 
 
 @lru_cache(maxsize=1024)
 def is_users(module: str | None) -> bool:
     """Whether a module is none of Python's, and of no installed package."""
-    if module is None or _is_librarys(module):
+    if module is None or module.partition(".")[0] in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
-
-
-def _is_librarys(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package in _LIBRARIES or package in sys.stdlib_module_names
 
 
 # Classes, functions and modules that are looked into, at most.
@@ -262,7 +273,7 @@ def named_outside(value: object) -> dict[str, Any]:
     own. Of torch's and Lightning's classes nothing is looked at.
     """
     left: list[Any] = list(type(value).__mro__)
-    homes = {of.__module__.partition(".")[0] for of in left if not _is_librarys(of.__module__)}
+    homes = set(map(package_of, left)) - _LIBRARIES
     found: dict[str, Any] = {}
     seen: set[int] = set()
     while left and len(seen) < _MOST_FOLLOWED:
@@ -270,7 +281,7 @@ def named_outside(value: object) -> dict[str, Any]:
         part = getattr(part, "__func__", getattr(part, "fget", part))
         if not isinstance(part, (type, FunctionType)) or id(part) in seen:
             continue
-        if not is_users(part.__module__) and (part.__module__ or "").partition(".")[0] not in homes:
+        if not is_users(part.__module__) and package_of(part) not in homes:
             continue
         seen.add(id(part))
         for name, named in _named_by(part):
@@ -292,9 +303,7 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
     for module, held in modules:
         yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
-    for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
-        with suppress(ValueError):
-            yield f"{part.__qualname__}.{name}", cell.cell_contents
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
     yield from ((f"{part.__qualname__}.{name}", value) for name, value in _defaults_of(part).items())
 
 

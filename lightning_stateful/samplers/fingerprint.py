@@ -246,7 +246,7 @@ def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading |
         _feed(hashed, list(item.items()), depth + 1, reading)
     elif isinstance(identity := getattr(item, "id", None), (str, int)):
         _feed(hashed, identity, depth, reading)
-    elif (text := _value_as_text(item)) is not None:
+    elif (text := value_as_text(item)) is not None:
         hashed.update(f"{type(item).__qualname__} {text};".encode())
     elif isinstance(item, (set, frozenset)) and depth < _DEPTH:
         if reading is not None:
@@ -289,7 +289,7 @@ def _feed_object(hashed: hashlib.blake2b, item: object, depth: int, reading: _Re
         reading.unseen.append(type(item).__qualname__)
 
 
-def _value_as_text(item: object) -> str | None:
+def value_as_text(item: object) -> str | None:
     """A value of Python's, NumPy's or torch's own types as text; None for any other object."""
     if isinstance(item, Enum):
         return str(item._name_ or item._value_)

@@ -24,8 +24,8 @@ class HeldGenerators:
     """Random generators that objects hold, seeded before each batch from (seed of the batch, place).
 
     They are ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and ``torch.Generator`` objects
-    of the CPU, and no subclasses of these. They are looked for in all that :func:`~.attributes.reached` goes through. A
-    place is the shortest way there.
+    of the CPU, and no subclasses of these. They are looked for in all that
+    :func:`~lightning_stateful.samplers.attributes.reached` goes through. A place is the shortest way there.
 
     They are looked for once after :meth:`begin`, before and after the first batch: one that was made while it was read
     is seeded, and the batch read once more. They are looked for again where one has been replaced.
@@ -56,6 +56,7 @@ class HeldGenerators:
         self.is_idle, self._is_first, self._num_replaced = False, True, 0
         self._found: dict[int, GeneratorState] = {}
         self._states: list[GeneratorState] = []
+        # What leads to generators: value, container and key.
         self._watched: list[tuple[Any, Any, Any]] = []
         self._left: set[int | None] = set()
         self._holders: list[Any] = []

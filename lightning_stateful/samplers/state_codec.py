@@ -17,6 +17,7 @@ from lightning_stateful.errors import DamagedStateError, StateError
 
 # A value that JSON has no type for stands as {_TAG: [kind, ...]}.
 _TAG = "__of__"
+_SCALARS = frozenset({bool, int, str, type(None)})
 _CONTAINERS: dict[str, Any] = {
     kind.__name__: kind for kind in (tuple, set, frozenset, deque, dict, OrderedDict, Counter)
 }
@@ -37,12 +38,19 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
         StateError: Something in it is none of these.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+    if kind in _SCALARS or (kind is float and math.isfinite(value)):
         return value
+    # Most items are scalars, and paths take most of the time.
     if kind is list:
-        return [to_plain(item, f"{path}[{number}]", owner) for number, item in enumerate(value)]
-    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
-        return {key: to_plain(item, f"{path}[{key!r}]", owner) for key, item in value.items()}
+        return [
+            item if type(item) in _SCALARS else to_plain(item, f"{path}[{number}]", owner)
+            for number, item in enumerate(value)
+        ]
+    if kind is dict and _TAG not in value and set(map(type, value)) <= {str}:
+        return {
+            key: item if type(item) in _SCALARS else to_plain(item, f"{path}[{key!r}]", owner)
+            for key, item in value.items()
+        }
     if kind in _CONTAINERS.values():
         if isinstance(value, dict):
             parts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -76,12 +77,12 @@ class StreamConfig:
         if self.batch_size is not None and as_int("batch_size", self.batch_size) < 1:
             raise ConfigurationError(f"batch_size must be at least 1, got {self.batch_size}.")
 
-    @property
+    @cached_property
     def gives_batches(self) -> bool:
         """Whether the sources cut their batches themselves."""
         return self.is_batched and self.batch_size is None
 
-    @property
+    @cached_property
     def counts_given(self) -> bool:
         """Whether worker slots count what each source has given: of a mixture, and of packed documents."""
         return self.mixing is not None or self.packing is not None
@@ -250,9 +251,9 @@ class SourceReader:
         if self._node is not None and self._reader is not None:
             at, opened = self._state_in_slice(self._node), self._reader.num_opened
         # Of most slots nothing is left out.
-        counts = {"skipped": self._skipped, "given": self._given.copy()}
-        counts = {name: numbers for name, numbers in counts.items() if any(numbers)}
-        return {"round": self._round, "slice": self._index, "opened": opened, "state": at, **counts}
+        skipped = {"skipped": self._skipped} if any(self._skipped) else {}
+        given = {"given": self._given} if any(self._given) else {}
+        return {"round": self._round, "slice": self._index, "opened": opened, "state": at, **skipped, **given}
 
     def _count(self, node: StreamNode[Any], number: int) -> None:
         """Count the items that a node has just given."""

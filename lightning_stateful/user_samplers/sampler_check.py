@@ -61,10 +61,10 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
-    before, left, state, following = [""], list[str](), None, list[str]()
+    before, left, followed = [""], list[str](), None
     try:
         items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
-        state = _follow(order, tried, items, facts, following, lambda: left.append(contents()))
+        followed = _Followed(order, tried, items, facts, lambda: left.append(contents()))
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -80,7 +80,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         if facts.remembers:
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
-        facts.leads_back = state is not None and _leads_back(fresh, state, following)
+        facts.leads_back = followed is not None and _leads_back(fresh, followed)
         is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
         if is_unseen and "nondeterministic" not in order.accept and _begins_apart(fresh):
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
@@ -123,7 +123,7 @@ def _reason_against_cache(
             tried = fresh()
             for epoch in range(2):
                 found, began = SamplerFacts(says=facts.says), time.perf_counter()
-                _follow(order, tried, tried.begin(epoch, 0), found, [])
+                _Followed(order, tried, tried.begin(epoch, 0), found)
                 found.seconds, filled = time.perf_counter() - began, surroundings_of(order.sampler, order.dataset)
                 if _differ_in_items(known.get(epoch, found), found):
                     return "then yields something else"
@@ -155,7 +155,7 @@ def yields_otherwise(order: UserSampler) -> bool:
         return False
     tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
     with suppress(Exception):
-        _follow(order, tried, tried.begin(0, 0), now, [])
+        _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
 
 
@@ -186,7 +186,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
     tried, now = _tried_now(order, sampler), SamplerFacts(says=order.facts.says)
-    _follow(order, tried, tried.begin(0, 0), now, [])
+    _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
 
 
@@ -217,80 +217,121 @@ def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None) -> Ite
     return _iterated(order, SamplerCopy(order.sampler, order.dataset).sampler, choose, asked)
 
 
-def _follow(
-    order: UserSampler,
-    tried: IteratedSampler,
-    items: Iterator[Any],
-    facts: SamplerFacts,
-    following: list[str],
-    at_last: Callable[[], object] = tuple,
-) -> Any:
-    """Iterate as far as is looked at, and note items; the sampler's own state on the way, if it has one.
+class _Followed:
+    """A pass over a copy of a sampler, iterated as far as is looked at, which notes items and the sampler's own state.
 
-    Digests of the items that come after that state are put into ``following``. ``at_last`` is called when the last item
-    that ``len()`` says is drawn, and no more was asked for.
+    Args:
+        order: The sampler.
+        tried: The copy.
+        items: The iterator of its pass.
+        facts: Where to put what is found.
+        at_last: Called when the last item that ``len()`` says is drawn, and no more was asked for.
+
+    Attributes:
+        state: The sampler's own state on the way, if it has one.
+        following: Digests of the items that come after that state.
     """
-    running, drawn, state, chained, noted_next = hashlib.blake2b(digest_size=8), 0, None, "", 0
-    has_states, started = has_own_state(order), time.perf_counter()
-    # Indices stay as they are; others are copied as they come.
-    beginning, are_indices = list[Any](), False
-    most = _MOST if facts.says is None else min(facts.says + (not order.is_cut), _MOST)
-    while drawn < most:
-        is_endless = facts.says is None and drawn >= _DRAWN
-        if is_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - started > _QUICK):
-            break
-        size = STATE_STRIDE if has_states and drawn < STATE_STRIDE else COMPARED if drawn < COMPARED else _DRAWN
-        size = min(size - drawn % size if drawn else 2, most - drawn)
-        if facts.says is not None and drawn < facts.says:
-            size = min(size, facts.says - drawn)
-        with tried.entered():
-            chunk: list[Any] = []
-            while len(chunk) < size:
-                index = drawn + len(chunk)
-                if index != noted_next and (state is None or len(following) == STATE_STRIDE):
-                    wanted = min(size - len(chunk), noted_next - index if index < noted_next else size)
-                    block = list(islice(items, wanted) if are_indices else map(_plain, islice(items, wanted)))
-                    if are_indices and not {int}.issuperset(map(type, block)):
-                        block, are_indices = list(map(_plain, block)), False
-                    chunk += block
-                    if len(block) < wanted:
-                        break
-                    continue
-                item = next(items, _END)
-                if item is _END:
+
+    def __init__(
+        self,
+        order: UserSampler,
+        tried: IteratedSampler,
+        items: Iterator[Any],
+        facts: SamplerFacts,
+        at_last: Callable[[], object] = tuple,
+    ) -> None:
+        self.state: Any = None
+        self.following: list[str] = []
+        self._order, self._tried, self._items, self._facts = order, tried, items, facts
+        self._has_states, self._most = has_own_state(order), _MOST
+        if facts.says is not None:
+            self._most = min(facts.says + (not order.is_cut), _MOST)
+        self._drawn, self._chained, self._noted_next, self._started = 0, "", 0, time.perf_counter()
+        # Indices stay as they are; others are copied as they come.
+        self._are_indices = False
+        self._follow(at_last)
+
+    def _follow(self, at_last: Callable[[], object]) -> None:
+        order, facts, running, beginning = self._order, self._facts, hashlib.blake2b(digest_size=8), list[Any]()
+        while size := self._num_wanted():
+            with self._tried.entered():
+                chunk = self._draw(size)
+            before, self._drawn = self._drawn, self._drawn + len(chunk)
+            if before < 2:
+                self._look_at_first(chunk)
+            beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
+            # Version 0 writes equal values alike; it takes a third of the time of their digits.
+            running.update(marshal.dumps(chunk, 0))
+            facts.marks[self._drawn] = running.hexdigest()
+            if self._drawn == facts.says and chunk:
+                at_last()
+            if len(chunk) < size:
+                facts.length = self._drawn
+                break
+            if self._drawn == STATE_STRIDE and self._has_states:
+                with suppress(Exception):
+                    self.state = self._tried.state(0, 0, self._drawn)
+        else:
+            facts.length = self._drawn if self._drawn == facts.says else None
+        if facts.says is not None and not order.is_cut and self._drawn > facts.says:
+            facts.length = self._drawn
+        facts.begins = digest(beginning)
+
+    def _num_wanted(self) -> int:
+        """The items to draw next; 0 where no more is looked at."""
+        drawn, says = self._drawn, self._facts.says
+        may_be_endless = says is None and drawn >= _DRAWN
+        if may_be_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - self._started > _QUICK):
+            return 0
+        stride = COMPARED if drawn < COMPARED else _DRAWN
+        stride = STATE_STRIDE if self._has_states and drawn < STATE_STRIDE else stride
+        size = min(stride - drawn % stride if drawn else 2, self._most - drawn)
+        return size if says is None or drawn >= says else min(size, says - drawn)
+
+    def _draw(self, size: int) -> list[Any]:
+        """The next items as they are now, because a sampler may change later what it has yielded."""
+        chunk: list[Any] = []
+        while len(chunk) < size:
+            index = self._drawn + len(chunk)
+            if index != self._noted_next and (self.state is None or len(self.following) == STATE_STRIDE):
+                until_noted = self._noted_next - index if index < self._noted_next else size
+                wanted = min(size - len(chunk), until_noted)
+                block = self._drawn_at_once(wanted)
+                chunk += block
+                if len(block) < wanted:
                     break
-                # Copies and digests at once, because a sampler may change later what it has yielded.
-                if index == noted_next:
-                    facts.first = item if index == 0 else facts.first
-                    facts.unseen = facts.unseen or types_not_compared(item)
-                    chained = facts.notes[index] = digest(item, "" if has_states else chained)
-                    noted_next = STATE_STRIDE if has_states else next_digest_index(index + 1)
-                if state is not None and len(following) < STATE_STRIDE:
-                    following.append(digest(item))
-                chunk.append(_plain(item))
-        drawn += len(chunk)
-        are_indices = are_indices if drawn > 2 else {int}.issuperset(map(type, chunk))
-        if drawn <= 2:
-            with suppress(Exception), tried.entered():
-                facts.counts_down = order.length_of(tried.sampler) != facts.says
-        beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
-        # Version 0 writes equal values alike; it takes a third of the time of their digits.
-        running.update(marshal.dumps(chunk, 0))
-        facts.marks[drawn] = running.hexdigest()
-        if drawn == facts.says and chunk:
-            at_last()
-        if len(chunk) < size:
-            facts.length = drawn
-            break
-        if drawn == STATE_STRIDE and has_states:
-            with suppress(Exception):
-                state = tried.state(0, 0, drawn)
-    else:
-        facts.length = drawn if drawn == facts.says else None
-    if facts.says is not None and not order.is_cut and drawn > facts.says:
-        facts.length = drawn
-    facts.begins = digest(beginning)
-    return state
+                continue
+            item = next(self._items, _END)
+            if item is _END:
+                break
+            self._note(index, item)
+            chunk.append(_plain(item))
+        return chunk
+
+    def _drawn_at_once(self, wanted: int) -> list[Any]:
+        """Items between two that are noted."""
+        if not self._are_indices:
+            return list(map(_plain, islice(self._items, wanted)))
+        block = list(islice(self._items, wanted))
+        if {int}.issuperset(map(type, block)):
+            return block
+        self._are_indices = False
+        return list(map(_plain, block))
+
+    def _note(self, index: int, item: Any) -> None:
+        if index == self._noted_next:
+            facts = self._facts
+            facts.first = item if index == 0 else facts.first
+            facts.unseen = facts.unseen or types_not_compared(item)
+            self._chained = facts.notes[index] = digest(item, "" if self._has_states else self._chained)
+            self._noted_next = STATE_STRIDE if self._has_states else next_digest_index(index + 1)
+        if self.state is not None and len(self.following) < STATE_STRIDE:
+            self.following.append(digest(item))
+
+    def _look_at_first(self, chunk: list[Any]) -> None:
+        self._are_indices = {int}.issuperset(map(type, chunk))
+        with suppress(Exception), self._tried.entered():
+            self._facts.counts_down = self._order.length_of(self._tried.sampler) != self._facts.says
 
 
 def _num_first(order: UserSampler) -> int:
@@ -350,10 +391,11 @@ def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any
         return list(map(digest, islice(items, COMPARED)))
 
 
-def _leads_back(fresh: Callable[[], IteratedSampler], state: Any, following: list[str]) -> bool:
+def _leads_back(fresh: Callable[[], IteratedSampler], followed: _Followed) -> bool:
     """Whether a fresh copy goes on from a state as the copy that gave it did."""
+    state, following = followed.state, followed.following
     with suppress(Exception):
-        return _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:STATE_STRIDE] == following
+        return state is not None and _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:STATE_STRIDE] == following
     return False
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest
+from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest, value_as_text
 
 _DEPTH = 12
 _SHOWN_LEAVES, _SHOWN_VALUES = 3, 4
@@ -81,6 +82,8 @@ def _bytes_of(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield b"b%d:" % len(value) + value
     elif value is None or isinstance(value, (bool, int, float, complex, str)):
         yield f"{type(value).__name__}{value!r};".encode(errors="surrogatepass")
+    elif (text := value_as_text(value)) is not None:
+        yield f"{type(value).__name__} {text};".encode(errors="surrogatepass")
     elif depth >= _DEPTH:
         yield type(value).__qualname__.encode()
     else:
@@ -103,8 +106,8 @@ def _bytes_of_object(value: Any, depth: int) -> Iterator[bytes]:
         # An image of PIL's.
         yield repr((getattr(value, "mode", None), getattr(value, "size", None))).encode()
         yield value.tobytes()
-    elif isinstance(getattr(value, "__dict__", None), dict):
-        yield from _bytes_of(vars(value), depth)
+    elif not isinstance(value, type):
+        yield from _bytes_of(attributes_of(value), depth)
     yield b")"
 
 

@@ -29,7 +29,7 @@ class BalanceSampler(BatchSampler):
         return self._n_labels * self._n_instances
 
     def __len__(self) -> int:
-        return math.ceil(len(self._unq_labels) / self._n_labels) * 3
+        return math.ceil(len(self._unq_labels) / self._n_labels) * 6
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, rest = [], self._unq_labels.copy()

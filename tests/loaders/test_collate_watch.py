@@ -140,8 +140,9 @@ def test_what_objects_hold_is_put_back() -> None:
         "tensor": torch.zeros(2),
     }
     GLOBAL.clear()
-    held, first = HeldState(holder, packs.collate, draws, packs_globally), draws.random()
-    data[0], packs([[1, 2, 3]]), packs_globally([[4, 5, 6]])
+    inside = packs_in_closure()
+    held, first = HeldState(holder, packs.collate, draws, packs_globally, inside), draws.random()
+    data[0], packs([[1, 2, 3]]), packs_globally([[4, 5, 6]]), inside([[7]])
     data.append(7)
     holder["bytes"].append(1)
     holder["set"].clear()
@@ -151,7 +152,7 @@ def test_what_objects_hold_is_put_back() -> None:
     held.restore()
     assert held.is_whole
     assert draws.random() == first
-    assert (data, data.cache, packs.buffer, GLOBAL) == (TEXTS, None, deque(), [])
+    assert (data, data.cache, packs.buffer, GLOBAL, inside([[1, 2, 3, 4]])) == (TEXTS, None, deque(), [], "")
     assert list(holder) == ["data", "bytes", "set", "array", "tensor"]
     assert (holder["bytes"], holder["set"]) == (b"a", {1})
     assert not holder["array"].any()

@@ -154,6 +154,22 @@ def test_it_is_found_in_a_class_and_in_a_variable_of_a_module_of_ones_own() -> N
     assert drawn(VARIABLE, lambda: VARIABLE.random()) == drawn(VARIABLE, lambda: VARIABLE.random())
 
 
+class Draws:
+    def draw(self) -> float:
+        return float(VARIABLE.random())
+
+
+class OfDraws:
+    """Its functions name the class of what it holds, and another attribute is that class."""
+
+    def __init__(self) -> None:
+        self.an, self.held = Draws, Draws()
+
+
+def test_it_is_found_behind_a_class_that_is_held_or_named_itself() -> None:
+    assert drawn(VARIABLE, OfDraws()) == drawn(VARIABLE, OfDraws())
+
+
 def test_an_attribute_is_not_taken_for_a_variable_of_that_name() -> None:
     held = HeldGenerators(dataset=lambda other: other.VARIABLE)
     held.isolated(5, lambda: None)

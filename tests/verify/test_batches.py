@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +66,20 @@ def test_batches_that_cannot_be_divided_have_one_digest_of_all_that_they_hold() 
     assert digests_of(graph(3.0)) == digests_of(graph(3.0))
     assert len(digests_of(graph(3.0))) == 1
     assert digests_of(graph(3.0)) != digests_of(graph(4.0))
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize("kind", [lambda n: Path(f"{n}.png"), lambda n: date(2020, 1, n), Decimal, Slotted])
+def test_objects_without_a_dict_are_told_apart(kind: Any) -> None:
+    one, other, again = digests_of([kind(1), kind(2), kind(1)])
+
+    assert one == again != other
 
 
 def test_types_that_numpy_does_not_know_and_sets_are_told_apart() -> None:

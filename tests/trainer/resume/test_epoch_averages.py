@@ -35,6 +35,7 @@ from torchmetrics import CatMetric, ConfusionMatrix, MeanMetric, MetricCollectio
 from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.state_codec import from_plain
 
 NAMES = ("mean_epoch", "sum", "most", "least", "of_first", "metric", "all", "low", "high", "f1", "some_a", "some_b")
 
@@ -273,6 +274,27 @@ def test_a_generator_that_a_resume_cannot_find_is_named(tmp_path: Path) -> None:
     stopped(tmp_path / "x.ckpt", run=training(Forgets), batch=2)
     with pytest.warns(StatefulWarning, match=r"Forgets\.noise could not be put back"):
         train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Forgets), max_epochs=1)
+
+
+class Blurs(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.held = [torch.Generator().manual_seed(number)]
+
+
+class Replaces(LedgerModel):
+    """Gets another submodule with a generator within an epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noise = torch.nn.Sequential(Blurs(batch_idx))
+
+
+def test_a_generator_of_a_submodule_that_a_hook_has_replaced_is_saved_as_it_is(tmp_path: Path) -> None:
+    stopped(tmp_path / "x.ckpt", run=training(Replaces), batch=3)
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
+    (saved,) = state["results"]["ranks"][0]["generators"].items()
+    assert saved[0] == "Replaces.noise.0.held.0"
+    assert torch.equal(from_plain(saved[1]), torch.Generator().manual_seed(2).get_state())
 
 
 class Validates(LedgerModel):
