@@ -135,7 +135,7 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
         parts = read(value)
         if id(kind) not in seen:
             seen[id(kind)] = kind
-            parts += _parts_of_class(kind)
+            parts += parts_of_class(kind)
         if len(queue) + len(seen) < _MOST_OBJECTS:
             queue += [Place((*place.path, name), part, held, key, place) for name, part, held, key in parts]
 
@@ -211,7 +211,7 @@ def _variables_of(function: FunctionType) -> list[str]:
     named = names_in(code) if is_users(function.__module__) else ()
     may_lead = [name for name in named if name in held and _may_lead(held[name])]
     # An attribute may be named as a variable of the module is; to tell them apart takes longer.
-    return [name for name in may_lead if name in _variables_in(code)]
+    return [name for name in may_lead if name in variables_in(code)]
 
 
 def _may_lead(value: Any) -> bool:
@@ -227,14 +227,14 @@ def names_in(code: CodeType) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _variables_in(code: CodeType) -> frozenset[str]:
+def variables_in(code: CodeType) -> frozenset[str]:
     """The variables of its module that code reads, with those of functions in it."""
-    inner = (_variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    inner = (variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
     own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*inner)
 
 
-def _parts_of_class(kind: type) -> list[Part]:
+def parts_of_class(kind: type) -> list[Part]:
     """Generators that are attributes of a class, and the functions of one that is the user's."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
@@ -267,7 +267,8 @@ _MOST_FOLLOWED = 256
 def named_outside(value: object) -> dict[str, Any]:
     """Values outside of an object that the methods of its class name, by names with those of module or class.
 
-    These are attributes of its classes, global variables of their modules, and variables of functions around them.
+    These are attributes of its classes, global variables of their modules, variables of functions around them, and
+    default arguments.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's
     own. Of torch's and Lightning's classes nothing is looked at.
     """
@@ -286,7 +287,7 @@ def named_outside(value: object) -> dict[str, Any]:
         for name, named in _named_by(part):
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
-            elif not callable(named) and not isinstance(named, ModuleType):
+            elif (not callable(named) or is_users(type(named).__module__)) and not isinstance(named, ModuleType):
                 found[name] = named
     return found
 
@@ -303,3 +304,11 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     for module, held in modules:
         yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
     yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in _defaults_of(part).items())
+
+
+def _defaults_of(function: FunctionType) -> dict[str, Any]:
+    """Default arguments of a function, by name."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}

@@ -26,6 +26,7 @@ _SLOT = {
     "passes": [range(-COUNT.stop, COUNT.stop)],
     "changes": bool,
     "draws": bool,
+    "outside?": {str: str},
     "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
 }
 _SHAPE = {
@@ -153,7 +154,7 @@ class IterableState:
             passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
             # Of batches that a worker has read ahead nobody knows whether the last was the end.
             changes = slot["changes"] or batches > slot["batches"]
-            return {**fresh, "passes": passes, "changes": changes, "draws": slot["draws"]}
+            return {**fresh, "passes": passes, "changes": changes, "draws": slot["draws"], "outside": slot["outside"]}
         return fresh
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:

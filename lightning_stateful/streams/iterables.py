@@ -14,6 +14,7 @@ from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
+from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.streams.pass_history import (
     NUM_FIRST,
     digest_of_dataset,
@@ -21,10 +22,8 @@ from lightning_stateful.streams.pass_history import (
     digest_of_sample,
     history_of,
     parts_of,
-    saying_what_counts,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
-from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
@@ -39,6 +38,7 @@ _FRESH: NodeState = {
     "passes": [],
     "changes": False,
     "draws": False,
+    "outside": {},
     "ended": None,
 }
 
@@ -158,7 +158,8 @@ class IterableSlot:
         ``first`` is a digest of samples,
         ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
         end, and ``changes``: whether the end of one of them has changed the dataset, and ``draws``: whether
-        samples were drawn from a random generator in it. Before the first batch ``ended``:
+        samples were drawn from a random generator in it; ``outside``: digests of what passes have changed outside of
+        it, from before the first pass. Before the first batch ``ended``:
         of the pass before ``state``, ``since``, ``first``, ``over``, ``number`` (the batch behind the state) and
         ``more`` (batches that were asked for and never handed over).
 
@@ -185,8 +186,6 @@ class IterableSlot:
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
         self._number = 0  # Of the pass, in the history.
-        # What the dataset held after the first batch, and the states of its generators.
-        self._contents = self._drawn = ""
         # The dataset's state after the latest batch, if it is kept from the next one on.
         self._next_state: NodeState | None = None
 
@@ -240,7 +239,7 @@ class IterableSlot:
         # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] < 2 else None
-        self._held = {**held, "ended": ended, "passes": passes, "changes": self._history.changes}
+        self._held = {**held, "ended": ended, "passes": passes, **self._history.noted()}
 
     def _can_begin_again(self, held: NodeState) -> bool:
         """Whether the one batch that was given behind a known beginning of the pass can be read again from there."""
@@ -258,6 +257,8 @@ class IterableSlot:
 
     def _note_pass(self) -> None:
         self._number = len(self._history)
+        if self._config.counts_passes:
+            self._history.look_outside(self._dataset)
         self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
@@ -268,6 +269,8 @@ class IterableSlot:
         if self._config.counts_passes:
             self._history.changes = self._history.changes or held["changes"]
             self._history.draws = self._history.draws or held["draws"]
+            if others := self._history.compare_outside(self._dataset, held["outside"]):
+                self.said.append(f"{self._name()} {others}")
             with keep_randomness():  # This pass draws from where the process stands, as without the stop.
                 self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
@@ -308,8 +311,7 @@ class IterableSlot:
     def _begin_earlier_passes(self, passes: list[int]) -> None:
         """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
         missing = passes[len(self._history) :]
-        with saying_what_counts(self._dataset, self._name(), self.said):
-            are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
+        are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
         if missing and self._history.draws and not are_read:
             self.said.append(
                 f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
@@ -332,7 +334,9 @@ class IterableSlot:
         Args:
             most: Batches that a copy reads where the end of a pass changes the dataset.
         """
-        firsts = []
+        firsts, outside = [], OutsideValues(self._dataset)
+        if not outside.can_be_restored:
+            return False
         try:
             datasets = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
             copies = [IterableSlot(replace(self._config, dataset=one), self._task) for one in datasets]
@@ -347,6 +351,7 @@ class IterableSlot:
             firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
             # A part of it that comes later may have changed.
             firsts[-1] += [digest_of_dataset(copied._dataset)] if self._history.changes else []
+            outside.restore()
         return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:
@@ -423,7 +428,7 @@ class IterableSlot:
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes["exhausted"] = self._is_exhausted
         self._watch_contents(is_first=not held["batches"])
-        changes |= {"changes": self._history.changes, "draws": self._history.draws}
+        changes |= self._history.noted()
         if self._remembers:
             self._compare_with_loaded(batch)
             changes |= self._state_after(batch)
@@ -433,15 +438,9 @@ class IterableSlot:
 
     def _watch_contents(self, *, is_first: bool) -> None:
         """Note what the dataset holds after the first batch of a pass, and whether that has changed by its end."""
-        if self._config.counts_passes and not self._history.changes and (is_first or self._is_exhausted):
-            contents = digest_of_dataset(self._dataset)
-            self._history.changes = self._is_exhausted and contents != self._contents
-            self._contents = self._contents or contents
-        looks = self._held["batches"] < NUM_FIRST or self._is_exhausted
-        if self._config.counts_passes and not self._history.draws and looks:
-            drawn = digest_of_generators(*parts_of(self._dataset))
-            self._drawn = drawn if is_first else self._drawn
-            self._history.draws = bool(drawn and self._drawn and drawn != self._drawn)
+        if self._config.counts_passes:
+            is_early = self._held["batches"] < NUM_FIRST
+            self._history.watch(self._dataset, is_first=is_first, is_end=self._is_exhausted, is_early=is_early)
 
     def _state_after(self, batch: list[Any]) -> NodeState:
         """A state of the dataset's own, from before the batch but for the first one, and a digest of what is behind."""

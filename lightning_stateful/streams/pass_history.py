@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import PLAIN, attributes_of, named_outside
+from lightning_stateful.samplers.attributes import PLAIN, attributes_of
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, shown
+from lightning_stateful.streams.outside_values import OutsideValues
+from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
@@ -34,10 +34,72 @@ class PassHistory(list[int]):
         loaded: Digest of the first batch behind a state that the dataset has loaded; empty if it has loaded none.
         draws: Whether samples were drawn from random generators that the dataset holds.
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
+        outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
+        moved: Digests of those that passes have changed, by name, from before the first pass.
     """
 
     changes = draws = is_behind = False
     loaded = ""
+    outside: OutsideValues | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: dict[str, str] = {}
+        self._began: dict[str, str] = {}
+        # What the dataset held after the first batch of the pass, and the states of generators.
+        self._contents = self._drawn = ""
+
+    def look_outside(self, dataset: Any) -> dict[str, str]:
+        """Digests of values outside of the dataset, from before its first pass in this process."""
+        if self.outside is None:
+            self.outside = OutsideValues(dataset)
+            self._began = self.outside.digests()
+        return self._began
+
+    def noted(self) -> dict[str, Any]:
+        """What a state holds of passes so far."""
+        return {"changes": self.changes, "draws": self.draws, "outside": dict(self.moved)}
+
+    def compare_outside(self, dataset: Any, expected: Mapping[str, str]) -> str:
+        """A sentence on what was another before the first pass of the run that wrote a state; empty if nothing was.
+
+        Args:
+            dataset: The dataset.
+            expected: Digests as :attr:`moved` had them there.
+        """
+        now = self.look_outside(dataset)
+        others = sorted(name for name, held in expected.items() if now.get(name) != held)
+        self.moved |= expected
+        if not others:
+            return ""
+        return (
+            f"changes {', '.join(others[:4])} in a pass, which no checkpoint has, and it was another before the first "
+            "pass of the run that wrote the checkpoint: the resume is not exact. Resume in a new process, keep it in "
+            "an attribute of the dataset, or let the order follow from set_epoch(epoch)."
+        )
+
+    def watch(self, dataset: Any, *, is_first: bool, is_end: bool, is_early: bool) -> None:
+        """Note what a pass changes, and whether samples were drawn from generators.
+
+        Args:
+            dataset: The dataset.
+            is_first: Whether the first batch of the pass was read.
+            is_end: Whether the pass is at its end.
+            is_early: Whether one of the first batches was read.
+        """
+        outside = self.outside
+        if is_first or is_end:
+            now = {} if outside is None else outside.digests()
+            self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
+        if not self.changes and (is_first or is_end):
+            counted = {} if outside is None else outside.digests(of_generators=False)
+            contents, before = digest([digest_of_dataset(dataset), *counted.values()]), self._contents
+            before = "" if is_first else before
+            self.changes, self._contents = is_end and contents != before, before or contents
+        if not self.draws and (is_early or is_end):
+            drawn = digest_of_generators(*parts_of(dataset), *(() if outside is None else outside.generators()))
+            self._drawn = drawn if is_first else self._drawn
+            self.draws = bool(drawn and self._drawn and drawn != self._drawn)
 
 
 class SetBetweenPasses:
@@ -133,30 +195,6 @@ def parts_of(dataset: Any) -> list[Any]:
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and the datasets in it."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
-
-
-@contextmanager
-def saying_what_counts(dataset: Any, name: str, said: list[str]) -> Iterator[None]:
-    """Say of a dataset whose copies begin passes in the block that these have changed what its code names elsewhere.
-
-    Args:
-        dataset: The dataset.
-        name: The name of it for people.
-        said: Gets a warning.
-    """
-    before = _outside(dataset)
-    yield
-    now = _outside(dataset)
-    if changed := sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
-        said.append(
-            f"{name} changes {', '.join(changed)} in a pass, which no checkpoint has: the resume is not exact. "
-            "Keep what passes count in an attribute of the dataset, or let its order follow from set_epoch(epoch)."
-        )
-
-
-def _outside(dataset: Any) -> dict[str, str]:
-    """The values that the code of a dataset, and of the datasets in it, names outside of them."""
-    return {name: shown(value) for part in parts_of(dataset) for name, value in named_outside(part).items()}
 
 
 def history_of(dataset: Any) -> PassHistory:

@@ -13,6 +13,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.samplers.generator_states import GeneratorState, identity_of
 from lightning_stateful.samplers.rng import OwnRandomness, keep_randomness, seed_generator
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.user_samplers.sampler_copy import (
@@ -39,6 +40,7 @@ class IteratedSampler:
         asked: Answers for torch.distributed while it is iterated; None to leave torch alone.
         generators: Where the generators are that it held before anybody iterated it. One that it makes on the way would
             not be there in a resumed run.
+        outside: Generators outside of it that its code reaches, by the names that lead there.
         tell: Tells it the epoch; None to call every ``set_epoch`` in it.
     """
 
@@ -53,12 +55,13 @@ class IteratedSampler:
         settings: Sequence[Setting] = (),
         asked: AskedRanks | None = None,
         generators: Collection[Path] = (),
+        outside: Sequence[tuple[Path, GeneratorState]] = (),
         tell: Callable[[int], None] | None = None,
     ) -> None:
         self._tell = partial(_tell_epoch, sampler, dataset) if tell is None else tell
         self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
         self._settings, self._asked = settings, asked
-        self._random = OwnRandomness(seed)
+        self._random, self._outside = OwnRandomness(seed), OutsideRandomness(outside)
 
     def begin(
         self,
@@ -100,17 +103,69 @@ class IteratedSampler:
 
     def entered(self) -> AbstractContextManager[None]:
         """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
-        return self._told_of_ranks() if self._settings or self._asked is not None else self._random
+        is_plain = not (self._settings or self._asked is not None or self._outside.states)
+        return self._random if is_plain else self._told_of_ranks()
 
     @contextmanager
     def _told_of_ranks(self) -> Iterator[None]:
-        with self._random, told(self._settings), nullcontext() if self._asked is None else self._asked.answering():
+        with (
+            self._random,
+            self._outside,
+            told(self._settings),
+            nullcontext() if self._asked is None else self._asked.answering(),
+        ):
             yield
 
     def _reseed(self, *labels: int) -> None:
         self._random.seed(derive_seed("sampler", self._seed, *labels))
+        seed_of = partial(_seed_of_generator, self._seed, labels)
         for path in self._generators:
-            seed_generator(held_at(self.sampler, path), derive_seed("held generator", repr(path), self._seed, *labels))
+            generator = held_at(self.sampler, path)
+            if identity_of(generator) not in self._outside.identities:
+                seed_generator(generator, seed_of(path))
+        self._outside.seed(seed_of)
+
+
+class OutsideRandomness:
+    """Generators that others hold too, which one piece of code runs on in states of its own.
+
+    Within a ``with`` block they are where that code left them; outside of it they are where others left them.
+
+    Args:
+        generators: The generators, with the names that lead there.
+    """
+
+    def __init__(self, generators: Sequence[tuple[Path, GeneratorState]]) -> None:
+        self.states = generators
+        self.identities = {identity_of(state.generator) for _, state in generators}
+        self._own: list[Any] = []
+
+    def seed(self, seed_of: Callable[[Path], int]) -> None:
+        """Seed them by their names; not within a block."""
+        others = self._present()
+        for path, state in self.states:
+            seed_generator(state.generator, seed_of(path))
+        self._own = self._present()
+        self._put(others)
+
+    def _present(self) -> list[Any]:
+        return [state.get() for _, state in self.states]
+
+    def _put(self, held: Sequence[Any]) -> None:
+        for (_, state), value in zip(self.states, held, strict=False):
+            state.put(value)
+
+    def __enter__(self) -> None:
+        self._others = self._present()
+        self._put(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        self._own = self._present()
+        self._put(self._others)
+
+
+def _seed_of_generator(seed: int, labels: Sequence[int], path: Path) -> int:
+    return derive_seed("held generator", repr(path), seed, *labels)
 
 
 class UserSampler(Protocol):

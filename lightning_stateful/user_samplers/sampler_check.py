@@ -15,7 +15,12 @@ from typing import Any
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, digest_of_contents, surroundings_of
+from lightning_stateful.user_samplers.sampler_copy import (
+    SamplerCopy,
+    digest_of_contents,
+    names_unseen,
+    surroundings_of,
+)
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_ranks import (
@@ -76,8 +81,8 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
         facts.leads_back = followed is not None and _leads_back(fresh, followed)
-        is_seen = not copied.shares_unseen or "nondeterministic" in order.accept
-        if not is_seen and _begins_apart(fresh):
+        is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
+        if is_unseen and "nondeterministic" not in order.accept and _begins_apart(fresh):
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
@@ -418,9 +423,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_UNSEEN = (
-    " yields something else whenever a copy of it is begun, and holds variables of a function, or an object that is "
-    "not copied (a database, say), which to try it before training changes. Let it keep what it changes in attributes "
-    "of its own, or pass accept=('nondeterministic',)."
+    " yields something else whenever a copy of it is begun, and its code reaches variables of a function, or an object "
+    "that is not copied (a database, an iterator, a generator of a class of your own), which to try it before training "
+    "changes. Let it keep what it changes in attributes of its own, or pass accept=('nondeterministic',)."
 )
 
 

@@ -10,10 +10,10 @@ import os
 import random
 import sys
 from array import array
-from collections import UserDict, UserList, deque
+from collections import Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -30,10 +30,15 @@ from lightning_stateful.samplers.attributes import (
     VERY_LONG,
     attributes_of,
     is_data,
+    is_users,
+    named_outside,
     package_of,
+    parts_of_class,
+    reached,
     some,
 )
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped
+from lightning_stateful.samplers.fingerprint import as_array, digest, hex_digest, is_mapped
+from lightning_stateful.samplers.generator_states import GeneratorState, identity_of, state_for
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 
 T = TypeVar("T")
@@ -42,6 +47,8 @@ _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
 # Numbers that stand for an array which others hold.
 _SHOWN = 1024
+# Containers of so many items are looked into for what they hold in turn.
+_MOST_NESTED = 64
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
 _SHARED = (
     *(type, FunctionType, BuiltinFunctionType, ModuleType),
@@ -103,6 +110,8 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     """Names or numbers, and the objects that a value holds by them; of containers of plain values or of data none."""
     if isinstance(value, (torch.Tensor, *GENERATORS)):
         return ()
+    if isinstance(value, MethodType):
+        return [("__self__", value.__self__)]
     if isinstance(value, np.ndarray):
         return enumerate(value.flat) if value.dtype.hasobject and value.size <= LONG else ()
     if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
@@ -120,6 +129,7 @@ def held_at(value: Any, path: Path) -> Any:
     """The object that names and numbers lead to; None where they lead nowhere."""
     for name in path:
         held = dict(enumerate(value)) if type(value) in (list, tuple) else value if type(value) is dict else None
+        held = {"__self__": value.__self__} if isinstance(value, MethodType) else held
         value = (attributes_of(value) if held is None else held).get(name)
     return value
 
@@ -237,7 +247,7 @@ def _moves(value: object) -> bool:
 def _is_unseen(value: object) -> bool:
     """Whether an object that is shared may hold what no digest tells: variables of a function, items of a database."""
     is_keeping = hasattr(type(value), "__setitem__") and not isinstance(value, _SEQUENCES)
-    return bool(getattr(value, "__closure__", None)) or is_keeping
+    return bool(getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)) or is_keeping
 
 
 def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of_copy: bool = False) -> str:
@@ -275,10 +285,62 @@ def digest_of_generators(*holders: Any) -> str:
     return hex_digest("".join(states).encode(), size=16) if states else ""
 
 
+def generators_outside(sampler: Any, dataset: Any = None) -> list[tuple[Path, GeneratorState]]:
+    """The random generators that a sampler's code reaches outside of what copies of it hold.
+
+    They are those of its classes, of variables that these name, of functions, and of its dataset. One that it holds too
+    has the names that lead there in it.
+
+    Args:
+        sampler: The sampler.
+        dataset: An object in it that is not looked into, but for its generators.
+
+    Returns:
+        Their names and states, each once.
+    """
+    parts = SamplerParts(sampler, dataset)
+    roots, kinds = _named_by_code_of(parts), Counter[str]()
+    for part in parts.shared:
+        kinds[type(part).__qualname__] += 1
+        roots[f"{type(part).__qualname__} {kinds[type(part).__qualname__]}"] = part
+    for kind in dict.fromkeys(map(type, parts.found)):
+        roots |= {f"{kind.__qualname__}.{name}": part for name, part, _, _ in parts_of_class(kind)}
+    held = {identity_of(generator): path for path, generator in parts.generators.items()}
+    found: dict[int, tuple[Path, GeneratorState]] = {}
+    for place in reached(roots):
+        # 0 are those of the process, which are seeded in any case.
+        if (identity := identity_of(place.value)) and identity not in found:
+            found[identity] = held.get(identity, place.path), state_for(place.value, 0)
+    return list(found.values())
+
+
+def names_unseen(sampler: Any, dataset: Any = None) -> bool:
+    """Whether the code of a sampler names an iterator, a generator or a database outside of it that no digest tells."""
+    named = _named_by_code_of(SamplerParts(sampler, dataset)).values()
+    others = [value for value in named if not isinstance(value, (torch.Tensor, np.ndarray, random.SystemRandom))]
+    return any(
+        _moves(value) or _is_unseen(value) or (isinstance(value, GENERATORS) and identity_of(value) is None)
+        for value in others
+    )
+
+
+def _named_by_code_of(parts: SamplerParts) -> dict[str, Any]:
+    """Values outside of a sampler that its code, and that of objects that it holds, names."""
+    of_kinds = {type(part): part for part in parts.found}
+    return {name: value for part in of_kinds.values() for name, value in named_outside(part).items()}
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a digest tells a value from others: a plain one, a container, an array, or an object of the user's."""
+    is_value = type(value) in PLAIN or isinstance(value, (*_SEQUENCES, torch.Tensor, np.ndarray))
+    return is_value or (is_users(type(value).__module__) and not isinstance(value, (Iterator, Dataset, Sampler)))
+
+
 def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
     """Digests of what copies of a sampler share with it, by name.
 
-    These are long lists, attributes of datasets, classes and modules, and numbers in the environment.
+    These are long lists, attributes of datasets, classes and modules, variables and default arguments of functions that
+    its code names, and numbers in the environment.
 
     Args:
         sampler: The sampler.
@@ -296,6 +358,12 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
         if package_of(kind) not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):
             within = [kind, *_with_classes(sys.modules.get(kind.__module__))]
             holders += [(holder, attributes_of(holder)) for holder in within]
+    of_holders = {getattr(holder, "__qualname__", getattr(holder, "__name__", "")) for holder, _ in holders}
+    for name, item in _named_by_code_of(parts).items():
+        if _is_told(item) and not (type(item) in PLAIN and name.rpartition(".")[0] in of_holders):
+            is_small = isinstance(item, (list, tuple, dict)) and len(item) <= _MOST_NESTED
+            # Counts may be deeper in it.
+            found.setdefault(name, []).append(shown(item) + (digest(item) if is_small else ""))
     for holder, held in holders:
         of = holder.__name__ if isinstance(holder, (type, ModuleType)) else type(holder).__name__
         for name, item in held.items():
@@ -308,9 +376,14 @@ def surroundings_of(sampler: Any, dataset: Any = None) -> dict[str, str]:
     return {name: hex_digest(repr(values).encode()) for name, values in found.items()}
 
 
-def shown(value: Any) -> str:
-    """The plain values in a value or its items, some of a long one's, and the types of others."""
-    return _all_shown(_spread(value)) if isinstance(value, _SEQUENCES) else _shown(value)
+def shown(value: Any, *, of_copy: bool = False) -> str:
+    """The plain values in a value or its items, some of a long one's, and the types of others.
+
+    Args:
+        value: The value.
+        of_copy: It is compared with that of a copy, so objects do not count as the same objects.
+    """
+    return _all_shown(_spread(value), of_copy) if isinstance(value, _SEQUENCES) else _shown(value, of_copy)
 
 
 def _with_classes(module: ModuleType | None) -> list[Any]:

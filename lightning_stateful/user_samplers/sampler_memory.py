@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
+from lightning_stateful.samplers.generator_states import GeneratorState
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import (
@@ -19,6 +20,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
     SamplerCopy,
     SamplerParts,
     digest_of_contents,
+    generators_outside,
     surroundings_of,
 )
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
@@ -56,6 +58,7 @@ class SamplerMemory:
 
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
+        self._outside: list[tuple[Path, GeneratorState]] | None = None
         self.passes: list[list[int]] = []
         # Of each of them, whether a loader that is trained on has begun it in this process.
         self._of_training: list[bool] = []
@@ -85,6 +88,12 @@ class SamplerMemory:
         self._warned: set[str] = set()
         # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
         self._looks_next = self._is_look = False
+
+    def generators_outside(self, sampler: Any, dataset: Any) -> list[tuple[Path, GeneratorState]]:
+        """The generators outside of the sampler that its code reaches, found before anybody has iterated it."""
+        if self._outside is None:
+            self._outside = generators_outside(sampler, dataset)
+        return self._outside
 
     def note_use(self, order: UserSampler) -> None:
         """Warn where loaders of training and of validation share a sampler that changes while it is iterated."""

@@ -312,6 +312,7 @@ class WrappedSampler:
             settings=settings,
             asked=asked,
             generators=self.memory.generators,
+            outside=() if self.is_known else self.memory.generators_outside(self.sampler, self.dataset),
             tell=partial(self.memory.tell_epoch, sampler, self.dataset) if sampler is self.sampler else None,
         )
 
