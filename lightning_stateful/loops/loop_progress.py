@@ -9,7 +9,7 @@ batch comes next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,6 +133,15 @@ def follow_lengths(trainer: pl.Trainer) -> None:
     trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
 
 
+def call_before_epoch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Call a function once when all hooks ``on_train_start`` were called, and no hook of the epoch.
+
+    To be called in ``on_train_start``, in a trainer whose lengths are followed.
+    """
+    # Ours, kept with the loop.
+    vars(trainer.fit_loop.epoch_loop)["_before_epoch"] = call
+
+
 def end_following(trainer: pl.Trainer) -> None:
     """Undo :func:`follow_lengths`."""
     vars(trainer.fit_loop).pop("setup_data", None)
@@ -141,6 +150,8 @@ def end_following(trainer: pl.Trainer) -> None:
 def _set_up_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
     fit_loop: Any = trainer.fit_loop
+    if callable(call := vars(fit_loop.epoch_loop).pop("_before_epoch", None)):
+        call()
     type(fit_loop).setup_data(fit_loop)
     vars(fit_loop.epoch_loop).pop("_ended_early", None)
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches

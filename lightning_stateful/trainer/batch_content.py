@@ -55,6 +55,8 @@ class BatchContent:
         self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
         self.settings = DatasetSettings(self._map_style)
+        # By path: what was read on a resume in the place of a batch of an epoch that is over.
+        self._before_hooks: dict[str, dict[str, Any] | None] = {}
 
     @property
     def is_map_style(self) -> bool:
@@ -83,7 +85,7 @@ class BatchContent:
             rank_zero_info(f"A batch could not be digested, and will not be compared on a resume: {error!r}")
             self.latest.pop(path, None)
             return
-        held = self.settings.changed_containers(path)
+        held = self.settings.changed(path)
         self.latest[path] = {
             "batch": list(at()),
             "progress": plan.progress_after(step).to_dict(),
@@ -102,7 +104,7 @@ class BatchContent:
         return {"content": deepcopy(content), "dataset_settings": self.settings.state()}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
-        now = self._changed_settings(path), self.settings.changed_containers(path)
+        now = self._changed_settings(path), self.settings.changed(path)
         return path in self._loaders and (noted["settings"], noted.get("held", "")) == now
 
     def expect(
@@ -111,7 +113,7 @@ class BatchContent:
         saved: Mapping[str, Any],
         states: tuple[Mapping[str, Any] | None, Callable[[], Mapping[str, Any]]],
         accept: Collection[str],
-        at: tuple[int, int],
+        epoch: int,
     ) -> Callable[[], None] | None:
         """Take a checkpoint's state.
 
@@ -120,20 +122,25 @@ class BatchContent:
             saved: The callback's state in the checkpoint.
             states: The data's state in it, None if there is none, and a function that gives it as it is here.
             accept: Names of differences to let pass.
-            at: The epoch and step that the run goes on at.
+            epoch: The epoch that the run goes on within; -1 where all that was trained on is of epochs that are over.
 
         Returns:
             Compares batches by :meth:`compare`, to be called before the first one is read; None if there is nothing
             to compare.
         """
-        content, (state, present), (epoch, step) = saved.get("content"), states, at
-        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=step > 0)
+        content, (state, present) = saved.get("content"), states
+        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=epoch >= 0)
         if state is None or not (content or self.is_map_style):
             return None
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
         is_changed = bool(differences(state, present(), fingerprints=False))
-        return partial(self.compare, trainer, content, accept, None if is_changed else dict(walk(state)), epoch)
+        if epoch < 0 and not is_changed and trainer.is_global_zero:
+            # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
+            over = [path for path in content if path in self._loaders and not is_accepted(_accepted_as(path), accept)]
+            self._before_hooks = {path: self._read(trainer, path, content[path], is_first=True) for path in over}
+        states_of = None if is_changed else dict(walk(state))
+        return partial(self.compare, trainer, content, accept, states_of, epoch)
 
     def compare(
         self,
@@ -151,7 +158,7 @@ class BatchContent:
             accept: Names of differences to let pass.
             states: By path, the states of the loaders in the checkpoint. None where the loaders are others in a way
                 that was accepted, so that batches need not be the same.
-            epoch: The epoch that the run goes on in.
+            epoch: As for :meth:`expect`.
 
         Raises:
             StateMismatchError: On all processes, if a batch has another content, twice the same.
@@ -162,17 +169,18 @@ class BatchContent:
         found: list[tuple[str, str, str, str]] = []
         if trainer.is_global_zero and states is not None:
             for path, loader in self._map_style.items():
-                full, now = f"{path}.{PATH}" if path else PATH, loader.changed()
-                if path not in states or is_accepted((full, PATH), (*accept, *loader.accept)):
+                now = loader.changed()
+                if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                self.settings.said[path] = _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                left = _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                self.settings.said.setdefault(path, set()).update(left)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.
-                is_held = path in saved and saved[path].get("held", "") == self.settings.changed_containers(path)
+                is_held = path in saved and saved[path].get("held", "") == self.settings.changed(path)
                 if path in self._loaders and path in saved and (is_of_epoch or (is_held and not is_changing)):
-                    found += self._compared(trainer, path, full, saved[path])
+                    found += self._compared(trainer, path, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
         if found:
@@ -184,25 +192,51 @@ class BatchContent:
         return "" if now == self._settings[path] else now
 
     def _compared(
-        self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]
+        self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]
     ) -> list[tuple[str, str, str, str]]:
-        loader, (epoch, number) = self._loaders[path], saved["batch"]
-        name = f"Batch {number} of epoch {epoch}"
-        with epoch_set_to(trainer, epoch):
+        looked, before = path in self._before_hooks, self._before_hooks.get(path)
+        if before is not None and is_same_batch(saved, before):
+            return []
+        now = self._read(trainer, path, saved)
+        if now is None or is_same_batch(saved, now):
+            return []
+        name = _name_of(saved)
+        if looked and (before is None or not is_same_batch(before, now)):
+            rank_zero_info(
+                f"{name} was not compared on the resume: it is of an epoch that is over, and a hook has changed the "
+                "data since."
+            )
+            return []
+        return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
+
+    def _read(
+        self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any], *, is_first: bool = False
+    ) -> dict[str, Any] | None:
+        """Describe what a loader reads in the place of a batch; None where that tells nothing.
+
+        Args:
+            trainer: The trainer.
+            path: The path of the loader.
+            saved: The batch as it was noted.
+            is_first: It will be read again, so that nothing has to be said yet.
+        """
+        loader, name = self._loaders[path], _name_of(saved)
+        with epoch_set_to(trainer, saved["batch"][0]):
             if saved["read_by"] != _read_by(loader) or saved["settings"] != self._changed_settings(path):
                 # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
-                return []
+                return None
             try:
                 read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
             except Exception as error:
-                rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
-                return []
+                if not is_first:
+                    rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
+                return None
         if read is None:
-            return []
+            return None
         once, again = map(digest_of_batch, read)
-        if is_same_batch(saved, once):
-            return []
-        if once != again:
+        if once == again or is_same_batch(saved, once):
+            return once
+        if not is_first:
             rank_zero_warn(
                 f"{name} has another content whenever it is read: the dataset draws from the system's entropy, or from "
                 "a generator that is out of reach. The resume is not exact, unless what is drawn does not matter, and "
@@ -210,8 +244,7 @@ class BatchContent:
                 "global generators in the dataset, or from generators that are its attributes.",
                 category=StatefulWarning,
             )
-            return []
-        return [(full, name, _shown(saved, once), _shown(once, saved))]
+        return None
 
 
 def _warn_unless_restored(
@@ -254,6 +287,16 @@ def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     pairs = zip(content["means"], other["means"], strict=False)
     differing = [one for one, of_other in pairs if not np.isclose(one, of_other, 1e-3, 1e-6)]
     return " ".join(map(str, (content["digest"], *differing[:2])))
+
+
+def _name_of(saved: Mapping[str, Any]) -> str:
+    epoch, number = saved["batch"]
+    return f"Batch {number} of epoch {epoch}"
+
+
+def _accepted_as(path: str) -> tuple[str, str]:
+    """The names by which other content of a loader is accepted."""
+    return (f"{path}.{PATH}" if path else PATH), PATH
 
 
 def _read_by(loader: StatefulLoader) -> list[Any]:

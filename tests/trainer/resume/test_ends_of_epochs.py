@@ -1,0 +1,146 @@
+"""Checkpoints at the end of an epoch: hooks set what the next one trains on, and other data are still found."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from multiprocessing import Value
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+BATCHES = 3
+EPOCHS = 3
+SETTINGS = {"level": 0}
+
+
+class Rows(Dataset[Any]):
+    """Rows by number; their files are in an order that nothing shows."""
+
+    level = 0
+
+    def __init__(self, files: int = 0) -> None:
+        self.shared = Value("i", 0)
+        self.order = list(range(4 * BATCHES))
+        self._file = lambda index: (index * 5 + files) % (4 * BATCHES) if files else index
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> int:
+        return self._file(self.order[index]) + 100 * (self.level + self.shared.value)
+
+
+class Collate:
+    level = 0
+
+    def __call__(self, rows: list[int]) -> torch.Tensor:
+        return torch.tensor(rows) + 100 * (self.level + SETTINGS["level"])
+
+
+class Curriculum(pl.Callback):
+    """Calls a function with the number of an epoch as it starts, or as the one before ends and as training starts."""
+
+    def __init__(self, change: Callable[[int], None], at_start: bool) -> None:
+        self.change, self.at_start = change, at_start
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.at_start:
+            self.change(trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.at_start:
+            self.change(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.at_start:
+            self.change(trainer.current_epoch + 1)
+
+
+class Records(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch.tolist())
+        return self.layer(torch.ones(1, 32)).sum()
+
+
+def in_collate(loader: DataLoader[Any], level: int) -> None:
+    loader.collate_fn.level = level
+
+
+def in_module(loader: DataLoader[Any], level: int) -> None:
+    SETTINGS["level"] = level
+
+
+def in_class(loader: DataLoader[Any], level: int) -> None:
+    Rows.level = level
+
+
+def in_shared_memory(loader: Any, level: int) -> None:
+    loader.dataset.shared.value = level
+
+
+def in_list(loader: Any, level: int) -> None:
+    loader.dataset.order = random.Random(level).sample(range(4 * BATCHES), 4 * BATCHES)
+
+
+def by_turns(loader: Any, level: int) -> None:
+    loader.collate_fn.level = level % 2
+
+
+def fit(folder: Path, change: Any, at_start: bool = True, *, name: str = "", files: int = 0) -> list[Any]:
+    SETTINGS["level"] = Rows.level = 0
+    torch.manual_seed(0)
+    loader = DataLoader(Rows(files), batch_size=4, shuffle=True, collate_fn=Collate())
+    saved: list[Any] = []
+    if not name:
+        often: Any = {"filename": "{step}", "every_n_train_steps": 1, "save_on_train_epoch_end": False}
+        saved = [ModelCheckpoint(folder, save_top_k=-1, **how) for how in (often, {"filename": "{epoch}"})]
+    sets = Curriculum(lambda level: change(loader, level), at_start)
+    trainer = quiet_trainer(sets, StatefulDataCallback(seed=0), *saved, max_epochs=EPOCHS, enable_checkpointing=bool(saved))
+    model = Records()
+    trainer.fit(model, loader, ckpt_path=folder / name if name else None)
+    return model.trained
+
+
+@pytest.mark.parametrize("at_start", [True, False], ids=["epoch start", "epoch end"])
+@pytest.mark.parametrize("change", [in_collate, in_module, in_class, in_shared_memory, in_list, by_turns])
+def test_what_a_hook_sets_by_epoch_is_exact_from_the_end_of_an_epoch(
+    tmp_path: Path, change: Any, at_start: bool
+) -> None:
+    whole = fit(tmp_path, change, at_start)
+    assert len(whole) == EPOCHS * BATCHES
+    said = []
+    for name, step in (("step=3", 3), ("step=6", 6), ("epoch=0", 3), ("epoch=1", 6)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed = fit(tmp_path, change, at_start, name=f"{name}.ckpt")
+        assert resumed == whole[step:], name
+        said += [f"{name}: {one.message}" for one in caught if issubclass(one.category, StatefulWarning)]
+    # One that returns to how it was built cannot be told from one that was not set again.
+    returns = ["step=6", "epoch=1"] if change is by_turns and at_start else []
+    assert [one.partition(":")[0] for one in said] == returns, said
+
+
+def test_other_data_are_refused_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    def nothing(loader: Any, level: int) -> None:
+        pass
+
+    fit(tmp_path, nothing)
+    for name in ("step=3", "epoch=0", "epoch=1"):
+        with pytest.raises(StateMismatchError, match=r"dataset.content: .*Batch 0 of epoch"):
+            fit(tmp_path, nothing, name=f"{name}.ckpt", files=1)
