@@ -133,8 +133,8 @@ def follow_lengths(trainer: pl.Trainer) -> None:
     trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
 
 
-def call_before_epoch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
-    """Call a function once when all hooks ``on_train_start`` were called, and no hook of the epoch.
+def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Call a function before every epoch: behind all hooks ``on_train_start``, and before those of the epoch.
 
     To be called in ``on_train_start``, in a trainer whose lengths are followed.
     """
@@ -143,14 +143,15 @@ def call_before_epoch(trainer: pl.Trainer, call: Callable[[], None]) -> None:
 
 
 def end_following(trainer: pl.Trainer) -> None:
-    """Undo :func:`follow_lengths`."""
+    """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
     vars(trainer.fit_loop).pop("setup_data", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_before_epoch", None)
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
     fit_loop: Any = trainer.fit_loop
-    if callable(call := vars(fit_loop.epoch_loop).pop("_before_epoch", None)):
+    if callable(call := vars(fit_loop.epoch_loop).get("_before_epoch")):
         call()
     type(fit_loop).setup_data(fit_loop)
     vars(fit_loop.epoch_loop).pop("_ended_early", None)

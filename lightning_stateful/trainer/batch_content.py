@@ -57,6 +57,11 @@ class BatchContent:
         self.settings = DatasetSettings(self._map_style)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
+        # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
+        # and what was as built then, and was changed by hooks at the end of that epoch.
+        self._is_over = False
+        self._changed_first: dict[str, set[str]] | None = None
+        self._changed_late: dict[str, set[str]] = {}
 
     @property
     def is_map_style(self) -> bool:
@@ -134,6 +139,7 @@ class BatchContent:
             return None
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
+        self._is_over = epoch < 0
         is_changed = bool(differences(state, present(), fingerprints=False))
         if epoch < 0 and not is_changed and trainer.is_global_zero:
             # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
@@ -141,6 +147,17 @@ class BatchContent:
             self._before_hooks = {path: self._read(trainer, path, content[path], is_first=True) for path in over}
         states_of = None if is_changed else dict(walk(state))
         return partial(self.compare, trainer, content, accept, states_of, epoch)
+
+    def note_before_epoch(self) -> None:
+        """An epoch is about to begin: the hooks that restore what a checkpoint has were called, and none of its own."""
+        if not self._is_over:
+            return
+        changed = {path: {*loader.changed()} for path, loader in self._map_style.items()}
+        if self._changed_first is None:
+            self._changed_first = changed
+            self.settings.note_restored()
+        else:
+            self._changed_late = {path: names - self._changed_first[path] for path, names in changed.items()}
 
     def compare(
         self,
@@ -167,13 +184,15 @@ class BatchContent:
             StatefulWarning: Data or a sampler had been changed in training, and are as they were built.
         """
         found: list[tuple[str, str, str, str]] = []
+        self._is_over = False
         if trainer.is_global_zero and states is not None:
             for path, loader in self._map_style.items():
                 now = loader.changed()
                 if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                left = _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                restored = now.keys() - self._changed_late.get(path, set())
+                left = _warn_unless_restored(loader, states[path], restored, is_of_epoch)
                 self.settings.said.setdefault(path, set()).update(left)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
@@ -248,14 +267,14 @@ class BatchContent:
 
 
 def _warn_unless_restored(
-    loader: StatefulLoader, saved: Mapping[str, Any], now: Mapping[str, Any], by_batch: bool
+    loader: StatefulLoader, saved: Mapping[str, Any], restored: Collection[str], by_batch: bool
 ) -> set[str]:
     """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
 
     Args:
         loader: The loader.
         saved: Its state.
-        now: What has changed since the loader was built.
+        restored: What has changed since the loader was built, and before the resumed epoch ended.
         by_batch: The data are compared by a batch of the epoch that goes on.
 
     Returns:
@@ -266,7 +285,7 @@ def _warn_unless_restored(
     for name, value in saved.get("changed", {}).items():
         # The items that a sampler gave of the epoch are compared too, but those to come may differ where these do not.
         is_compared = is_begun and by_batch and name.startswith(PATH)
-        if not is_compared and name not in now and value_at(config, name) not in (None, value):
+        if not is_compared and name not in restored and value_at(config, name) not in (None, value):
             names |= {name.removeprefix(f"{PATH}.")} if name.startswith(PATH) else set()
             owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
             left.append(
