@@ -139,13 +139,15 @@ def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
     To be called in ``on_train_start``, in a trainer whose lengths are followed.
     """
     # Ours, kept with the loop.
-    vars(trainer.fit_loop.epoch_loop)["_before_epoch"] = call
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._before_epoch = call
 
 
 def end_following(trainer: pl.Trainer) -> None:
     """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
     vars(trainer.fit_loop).pop("setup_data", None)
-    vars(trainer.fit_loop.epoch_loop).pop("_before_epoch", None)
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._before_epoch = None
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:

@@ -98,7 +98,9 @@ def _say_others(combined: CombinedLoaders, saved: LoopProgress) -> None:
     """
     found = "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in combined.refused)
     epoch = saved.epoch if saved.running else saved.epoch - 1
-    others = f"The training loader of epoch {epoch} is another here than in the run that wrote the checkpoint ({found}),"
+    others = (
+        f"The training loader of epoch {epoch} is another here than in the run that wrote the checkpoint ({found}),"
+    )
     if combined.digest() != combined.began_with:
         rank_zero_info(f"{others} and is not compared: it is built anew for epoch {epoch + 1}.")
         return

@@ -13,18 +13,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_batch
+from lightning_stateful.loaders.dataset_content import PATH, digest_of_batch, is_same_batch
+from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.loops.ranks import gathered
-from lightning_stateful.state import differences, is_accepted, value_at, walk
+from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.trainer.dataset_settings import DatasetSettings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
-PATH = "dataset.content"
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
 
@@ -192,7 +192,14 @@ class BatchContent:
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
                 restored = now.keys() - self._changed_late.get(path, set())
-                left = _warn_unless_restored(loader, states[path], restored, is_of_epoch)
+                # The items that a sampler gave of the epoch are compared too, but later ones may differ all the same.
+                is_compared = is_of_epoch and states[path]["progress"]["consumed"] > 0
+                of = {
+                    name: value
+                    for name, value in states[path].get("changed", {}).items()
+                    if not is_compared or not name.startswith(PATH)
+                }
+                left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
                 self.settings.said.setdefault(path, set()).update(left)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
@@ -210,9 +217,7 @@ class BatchContent:
         now = _settings_of(self._loaders[path])
         return "" if now == self._settings[path] else now
 
-    def _compared(
-        self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]
-    ) -> list[tuple[str, str, str, str]]:
+    def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         looked, before = path in self._before_hooks, self._before_hooks.get(path)
         if before is not None and is_same_batch(saved, before):
             return []
@@ -264,41 +269,6 @@ class BatchContent:
                 category=StatefulWarning,
             )
         return None
-
-
-def _warn_unless_restored(
-    loader: StatefulLoader, saved: Mapping[str, Any], restored: Collection[str], by_batch: bool
-) -> set[str]:
-    """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
-
-    Args:
-        loader: The loader.
-        saved: Its state.
-        restored: What has changed since the loader was built, and before the resumed epoch ended.
-        by_batch: The data are compared by a batch of the epoch that goes on.
-
-    Returns:
-        The names of the attributes of data among them.
-    """
-    config, left, names = loader.tracker.config, list[str](), set[str]()
-    is_begun = saved["progress"]["consumed"] > 0
-    for name, value in saved.get("changed", {}).items():
-        # The items that a sampler gave of the epoch are compared too, but those to come may differ where these do not.
-        is_compared = is_begun and by_batch and name.startswith(PATH)
-        if not is_compared and name not in restored and value_at(config, name) not in (None, value):
-            names |= {name.removeprefix(f"{PATH}.")} if name.startswith(PATH) else set()
-            owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
-            left.append(
-                f"{type(owner).__qualname__}{name.removeprefix(PATH).removeprefix('sampler').removeprefix('sequence')}"
-            )
-    if left:
-        rank_zero_warn(
-            f"{', '.join(dict.fromkeys(left))} had been changed in training when the checkpoint was written, and is as "
-            "it was built now, so the resume may not be exact. If your code changes it, restore it before the first "
-            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
-            category=StatefulWarning,
-        )
-    return names
 
 
 def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:

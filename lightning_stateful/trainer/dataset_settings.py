@@ -1,4 +1,4 @@
-"""Notes attributes of datasets and of their ``collate_fn`` that hooks set in training, and warns of a resume that does not set them again."""
+"""Notes attributes of datasets, and of a ``collate_fn``, that hooks set, and warns where a resume does not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _DEFAULTS = (bool, int, float, str)
 class DatasetSettings:
     """Plain values among the attributes of map-style datasets that something else than reading has set.
 
-    A ``collate_fn`` that is an object is looked at as its dataset is. The values are numbers, strings, arrays and tensors, and lists, tuples, dicts and sets of such. A hook that makes samples
-    harder with every batch sets one, for example. Attributes that change while the first
-    batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
+    A ``collate_fn`` that is an object is looked at as its dataset is. The values are numbers, strings, arrays and
+    tensors, and lists, tuples, dicts and sets of such. A hook that makes samples harder with every batch sets one, for
+    example. Attributes that change while the first batch of a pass is read, as counters and caches do, are left out. No
+    method or property of a dataset is called.
 
     Args:
         loaders: The loaders, by path.
@@ -105,7 +106,9 @@ class DatasetSettings:
         """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
         for path, of in ({} if self._is_within_epoch else self._expected).items():
             now = _attributes(self._loaders[path]) if path in self._loaders else {}
-            self.said.setdefault(path, set()).update(name for name, (latest, _) in of.items() if now.get(name) == latest)
+            self.said.setdefault(path, set()).update(
+                name for name, (latest, _) in of.items() if now.get(name) == latest
+            )
 
     def changed(self, path: str) -> str:
         """Digest of the attributes that something else than reading has changed; empty for none."""

@@ -100,7 +100,9 @@ def test_a_loader_that_depends_on_earlier_calls_is_warned_of_where_it_is_built_a
         return train_alone(lambda: data, **options).ledger
 
     whole = run()
-    with pytest.warns(StatefulWarning, match="another here .* and is the one that the run began with. It is built anew"):
+    with pytest.warns(
+        StatefulWarning, match="another here .* and is the one that the run began with. It is built anew"
+    ):
         resumed = run(ckpt_path=tmp_path / "epoch=1.ckpt")
     assert batches(resumed, 2) != batches(whole, 2)
 

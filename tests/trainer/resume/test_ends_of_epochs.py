@@ -111,7 +111,9 @@ def fit(folder: Path, change: Any, at_start: bool = True, *, name: str = "", fil
         often: Any = {"filename": "{step}", "every_n_train_steps": 1, "save_on_train_epoch_end": False}
         saved = [ModelCheckpoint(folder, save_top_k=-1, **how) for how in (often, {"filename": "{epoch}"})]
     sets = Curriculum(lambda level: change(loader, level), at_start)
-    trainer = quiet_trainer(sets, StatefulDataCallback(seed=0), *saved, max_epochs=EPOCHS, enable_checkpointing=bool(saved))
+    trainer = quiet_trainer(
+        sets, StatefulDataCallback(seed=0), *saved, max_epochs=EPOCHS, enable_checkpointing=bool(saved)
+    )
     model = Records()
     trainer.fit(model, loader, ckpt_path=folder / name if name else None)
     return model.trained
