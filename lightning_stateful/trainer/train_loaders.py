@@ -228,10 +228,10 @@ class TrainLoaders:
             state: The data's state in it.
         """
         if self._settings.check_content:
-            epoch, step = self._next_step()
+            # Behind the last batch of an epoch: the beginning of the next.
+            epoch, step = (self._resumed_at or LoopProgress()).epoch_and_step
             states, accept = (state, partial(self.combined.state_at, epoch, step)), self._settings.accept
-            is_within = step and not (self._resumed_at and self._resumed_at.ended)
-            self._compare = self.content.expect(self._trainer, saved, states, accept, epoch if is_within else -1)
+            self._compare = self.content.expect(self._trainer, saved, states, accept, epoch if step else -1)
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
