@@ -116,8 +116,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
                 "with __getitem__ and __len__. StreamDataModule and patch_dataloader serve iterable datasets."
             )
-        if not options.pop("in_order", True):
-            raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
+        if not options.pop("in_order", True) and options.get("num_workers"):
+            raise ConfigurationError(
+                "in_order=False hands batches over in no fixed order, as its workers finish them. Leave it out."
+            )
         if exact and isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
             raise ConfigurationError(
                 "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
