@@ -267,9 +267,9 @@ def warn_unless_restored(
     if left:
         names = [f"{type(owner).__qualname__}{way}" for owner, way in zip(owners, ways, strict=True)]
         warnings.warn(
-            f"{', '.join(dict.fromkeys(names))} had been changed in training when the checkpoint was written, and is "
-            "as it was built now, so the resume may not be exact. If your code changes it, restore it before the first "
-            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            f"{', '.join(dict.fromkeys(names))} had been changed in training when the checkpoint was written, and "
+            "nothing had changed it again when training began here, so the resume may not be exact. If your code changes "
+            "it, restore it before the first batch: in load_state_dict, on_load_checkpoint or on_train_start.",
             StatefulWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
 """The lines of the log on where a run goes on and what makes its data exact, and a checkpoint's note of how it was run.
 
-The note is for people: nothing compares it.
+The note is for people. Of it nothing is compared but the digest of the loaders that the run began with, for a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_stateful.state import order_in_words
 
 
 def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
-    """A note on how a run trains, for people who read its checkpoint: plain data that no resume compares.
+    """A note on how a run trains, for people who read its checkpoint, as plain data.
 
     Returns:
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Value
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
@@ -146,3 +146,87 @@ def test_other_data_are_refused_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     for name in ("step=3", "epoch=0", "epoch=1"):
         with pytest.raises(StateMismatchError, match=r"dataset.content: .*Batch 0 of epoch"):
             fit(tmp_path, nothing, name=f"{name}.ckpt", files=1)
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.rows = [float(row) for row in range(8)]
+        self.level = 0
+
+
+class Replays(IterableDataset[float]):
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(4 * BATCHES):
+            yield random.choice(self.buffer.rows) + 100 * self.buffer.level
+
+
+class Grows(pl.Callback):
+    """Adds a row with each batch, which it saves and restores if it is told to; or sets the level by epoch."""
+
+    def __init__(self, buffer: Buffer, how: str) -> None:
+        self.buffer, self.how = buffer, how
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.how != "by epoch":
+            self.buffer.rows.append(float(len(self.buffer.rows)))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.how == "by epoch":
+            self.buffer.level = trainer.current_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": list(self.buffer.rows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.how == "restored":
+            self.buffer.rows = list(state["rows"])
+
+
+@pytest.mark.filterwarnings("ignore:Replays.buffer was changed between two epochs")
+@pytest.mark.parametrize("how", ["restored", "by epoch", "lost"])
+def test_a_buffer_is_compared_by_its_values_and_named_where_nothing_restores_it(tmp_path: Path, how: str) -> None:
+    def run(step: int = 0) -> list[Any]:
+        buffer, model = Buffer(), Records()
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        callbacks = [StatefulDataCallback(seed=0), Grows(buffer, how), *([] if step else [saver])]
+        trainer = quiet_trainer(*callbacks, max_epochs=EPOCHS, enable_checkpointing=not step)
+        path = tmp_path / f"step={step}.ckpt" if step else None
+        trainer.fit(model, DataLoader(Replays(buffer), batch_size=4), ckpt_path=path)
+        return model.trained
+
+    whole = run()
+    for step in (BATCHES, 2 * BATCHES):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed = run(step)
+        said = [str(one.message) for one in caught if "and is another here" in str(one.message)]
+        assert (resumed == whole[step:], len(said)) == ((False, 1) if how == "lost" else (True, 0)), (step, said)
+
+
+class Files(IterableDataset[int]):
+    """Shuffles its list in each pass, in place."""
+
+    def __init__(self, files: list[int]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.files)
+        return iter(list(self.files))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_list_that_passes_of_training_and_of_validation_shuffle_is_warned_of(shares: bool) -> None:
+    class Validates(Records):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    files = list(range(4 * BATCHES))
+    held = DataLoader(Files(files if shares else list(files)), batch_size=4)
+    trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=1, val_check_interval=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Validates(), DataLoader(Files(files), batch_size=4), held)
+    said = [str(one.message) for one in caught if "of validation share one object, Files.files" in str(one.message)]
+    assert len(said) == shares
