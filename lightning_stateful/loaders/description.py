@@ -268,8 +268,8 @@ def warn_unless_restored(
         names = [f"{type(owner).__qualname__}{way}" for owner, way in zip(owners, ways, strict=True)]
         warnings.warn(
             f"{', '.join(dict.fromkeys(names))} had been changed in training when the checkpoint was written, and "
-            "nothing had changed it again when training began here, so the resume may not be exact. If your code changes "
-            "it, restore it before the first batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            "nothing had changed it again when training began here, so the resume may not be exact. If your code "
+            "changes it, restore it before the first batch: in load_state_dict, on_load_checkpoint or on_train_start.",
             StatefulWarning,
             stacklevel=3,
         )

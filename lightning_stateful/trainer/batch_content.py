@@ -19,7 +19,7 @@ from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import epoch_set_to
+from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.trainer.dataset_settings import DatasetSettings
@@ -62,6 +62,8 @@ class BatchContent:
         self._is_over = False
         self._changed_first: dict[str, set[str]] | None = None
         self._changed_late: dict[str, set[str]] = {}
+        # By path: the states of loaders that a checkpoint has.
+        self._states: dict[str, Mapping[str, Any]] = {}
 
     @property
     def is_map_style(self) -> bool:
@@ -145,19 +147,35 @@ class BatchContent:
             # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
             over = [path for path in content if path in self._loaders and not is_accepted(_accepted_as(path), accept)]
             self._before_hooks = {path: self._read(trainer, path, content[path], is_first=True) for path in over}
-        states_of = None if is_changed else dict(walk(state))
-        return partial(self.compare, trainer, content, accept, states_of, epoch)
+        self._states = {} if is_changed else dict(walk(state))
+        return partial(self.compare, trainer, content, accept, None if is_changed else self._states, epoch)
 
-    def note_before_epoch(self) -> None:
+    def note_before_epoch(self, trainer: pl.Trainer) -> None:
         """An epoch is about to begin: the hooks that restore what a checkpoint has were called, and none of its own."""
         if not self._is_over:
             return
-        changed = {path: {*loader.changed()} for path, loader in self._map_style.items()}
+        changed = {path: loader.changed() for path, loader in self._map_style.items()}
         if self._changed_first is None:
-            self._changed_first = changed
+            self._changed_first = {path: set(now) for path, now in changed.items()}
             self.settings.note_restored()
         else:
-            self._changed_late = {path: names - self._changed_first[path] for path, names in changed.items()}
+            self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
+        if is_rebuilt_now(trainer):
+            # These loaders are not read again, so that nothing else is compared.
+            self._is_over = False
+            for path, now in changed.items() if trainer.is_global_zero else ():
+                if path in self._states:
+                    self._warn_of_left(path, self._states[path], now, False)
+
+    def _warn_of_left(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any], is_of_epoch: bool) -> None:
+        """Warn of what had changed when a state was saved, and was as built as training began."""
+        # The items that a sampler gave of the epoch are compared too, but later ones may differ all the same.
+        is_compared = is_of_epoch and saved["progress"]["consumed"] > 0
+        changed = saved.get("changed", {}).items()
+        of = {name: value for name, value in changed if not (is_compared and name.startswith(PATH))}
+        loader, restored = self._map_style[path], now.keys() - self._changed_late.get(path, set())
+        left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
+        self.settings.said.setdefault(path, set()).update(left)
 
     def compare(
         self,
@@ -191,16 +209,7 @@ class BatchContent:
                 if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                restored = now.keys() - self._changed_late.get(path, set())
-                # The items that a sampler gave of the epoch are compared too, but later ones may differ all the same.
-                is_compared = is_of_epoch and states[path]["progress"]["consumed"] > 0
-                of = {
-                    name: value
-                    for name, value in states[path].get("changed", {}).items()
-                    if not is_compared or not name.startswith(PATH)
-                }
-                left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
-                self.settings.said.setdefault(path, set()).update(left)
+                self._warn_of_left(path, states[path], now, is_of_epoch)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.

@@ -237,7 +237,7 @@ class TrainLoaders:
         """Training begins: from now on the loop's counters say where it is."""
         self._training_began = True
         self.content.settings.note_early_workers()
-        loop_progress.call_before_epochs(self._trainer, self.content.note_before_epoch)
+        loop_progress.call_before_epochs(self._trainer, partial(self.content.note_before_epoch, self._trainer))
         say_what_is_skipped(self.combined)
 
     def describe(self) -> dict[str, dict[str, Any]]:
