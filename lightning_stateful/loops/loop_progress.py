@@ -274,7 +274,7 @@ def is_rebuilt_next(trainer: pl.Trainer, progress: LoopProgress) -> bool:
 
 def is_rebuilt_now(trainer: pl.Trainer) -> bool:
     """Whether Lightning builds the training loaders anew for the epoch that begins now."""
-    return _is_due(trainer, trainer.fit_loop._last_train_dl_reload_epoch)
+    return _is_due(trainer, _epoch_or_none(trainer.fit_loop._last_train_dl_reload_epoch))
 
 
 def _is_due(trainer: pl.Trainer, built: int) -> bool:

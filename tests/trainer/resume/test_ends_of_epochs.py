@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import CombinedLoader
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -230,3 +231,66 @@ def test_a_list_that_passes_of_training_and_of_validation_shuffle_is_warned_of(s
         trainer.fit(Validates(), DataLoader(Files(files), batch_size=4), held)
     said = [str(one.message) for one in caught if "of validation share one object, Files.files" in str(one.message)]
     assert len(said) == shares
+
+
+class Counts(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100, 132))
+
+
+class RecordsEach(Records):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append([part.tolist() for part in batch])
+        return self.layer(torch.ones(1, 32)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again")
+def test_a_sized_loader_that_ends_before_a_stream_resumes_from_its_last_batch(tmp_path: Path) -> None:
+    def run(step: int = 0) -> list[Any]:
+        loaders = [DataLoader(Rows(), batch_size=4, shuffle=True), DataLoader(Counts(), batch_size=4)]
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        callbacks = [StatefulDataCallback(seed=0), *([] if step else [saver])]
+        model, trainer = RecordsEach(), quiet_trainer(*callbacks, max_epochs=EPOCHS, enable_checkpointing=not step)
+        path = tmp_path / f"step={step}.ckpt" if step else None
+        trainer.fit(model, CombinedLoader(loaders, "min_size"), ckpt_path=path)
+        return model.trained
+
+    whole = run()
+    for step in (2, BATCHES, 2 * BATCHES):
+        assert run(step) == whole[step:], step
+
+
+class Pool(Rows):
+    """Labels four more rows after each epoch, which nothing saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labelled = list(range(8))
+
+    def __len__(self) -> int:
+        return len(self.labelled)
+
+
+class OfPool(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.pool, batch_size=4, shuffle=True, collate_fn=torch.tensor)
+
+    def on_train_epoch_end(self) -> None:
+        self.pool.labelled += range(4)
+
+
+def test_a_pool_that_nothing_restores_is_warned_of_where_its_loader_is_built_anew(tmp_path: Path) -> None:
+    def run(path: Path | None = None) -> list[Any]:
+        saved = [] if path else [ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)]
+        how: Any = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "enable_checkpointing": not path}
+        model = OfPool()
+        quiet_trainer(StatefulDataCallback(seed=0), *saved, **how).fit(model, ckpt_path=path)
+        return model.trained
+
+    whole = run()
+    with pytest.warns(StatefulWarning, match="Pool.labelled had been changed in training when the checkpoint"):
+        assert run(tmp_path / "epoch=0.ckpt") != whole[2:]
