@@ -9,9 +9,10 @@ from typing import Any
 from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.core.skip import without_gaps
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StatefulWarning
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.samplers.fingerprint import digest
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -27,6 +28,10 @@ class CombinedLoaders:
     State:
         The envelope of a single loader, or one that holds the envelope of each. It is computed for any step of any
         epoch; the object itself only holds the plans with which the epoch of a loaded state goes on.
+
+    Attributes:
+        began_with: Digest of the configurations of the loaders that the run began with, where these are others.
+        refused: Differences to a state that was not loaded, because the loaders are built anew at once.
 
     Raises:
         ConfigurationError: The mode is none of the three, or needs the length of a loader that has none.
@@ -54,6 +59,8 @@ class CombinedLoaders:
         # By path: plans that begin where a state was loaded, and the step of their epoch at which they all begin.
         self._resumed_plans: dict[str, EpochPlan] = {}
         self._resumed_step = 0
+        self.began_with = ""
+        self.refused: Sequence[Difference] = ()
 
     def num_batches(self, epoch: int = 0) -> int:
         """Steps of a whole epoch; UNKNOWN where its end is not known beforehand."""
@@ -69,6 +76,10 @@ class CombinedLoaders:
     def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
         """Configurations, by path, of loaders that each rank has for itself: they may differ between ranks."""
         return {path: loader.tracker.config for path, loader in self.loaders.items() if loader.own_rank is not None}
+
+    def digest(self) -> str:
+        """Digest of the configurations of all loaders."""
+        return digest([[path, repr(loader.tracker.config)] for path, loader in self.loaders.items()])
 
     def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """Let states hold the configurations of all ranks, for loaders that each rank has for itself.
@@ -152,6 +163,7 @@ class CombinedLoaders:
 
         Lightning builds loaders anew between epochs (``reload_dataloaders_every_n_epochs``).
         """
+        self.began_with = other.began_with or other.digest()
         for path, loader in self.loaders.items():
             loader.begin_in(epoch)
             before = other.loaders.get(path)

@@ -20,6 +20,8 @@ from torch.utils.data import Dataset, Subset
 from lightning_stateful.samplers.attributes import BUILT_IN, attributes_of, package_of
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
 
+# The name of the content in a configuration.
+PATH = "dataset.content"
 # More items or bytes than these are told by some thousand rows, evenly apart; of files that are mapped, by a few.
 _MOST_ITEMS, _MOST_BYTES = 2**20, 2**26
 _SPREAD, _SPREAD_ON_DISK = 4096, 64

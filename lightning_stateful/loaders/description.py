@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.loaders.dataset_content import PATH
 from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
 from lightning_stateful.samplers.attributes import LIGHTNINGS, package_of
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
+from lightning_stateful.state import value_at
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
@@ -237,3 +240,38 @@ def changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config
     """Changes to a dataset and a user's sampler since a configuration was taken."""
     of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
     return {**changed_content(dataset, config, lists), **of_sampler}
+
+
+def warn_unless_restored(
+    order: BatchOrder,
+    dataset: Any,
+    config: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    restored: Collection[str],
+) -> set[str]:
+    """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
+
+    Args:
+        order: The order of a loader.
+        dataset: Its dataset.
+        config: Its configuration.
+        saved: The changes in its state, as from :func:`changed_since`.
+        restored: The names of what has changed since the loader was built, and before the resumed epoch ended.
+
+    Returns:
+        The names of the attributes of data among them.
+    """
+    others = [name for name, value in saved.items() if value_at(config, name) not in (None, value)]
+    left = [name for name in others if name not in restored]
+    owners = [dataset if name.startswith(PATH) else getattr(order, "sampler", order) for name in left]
+    ways = [name.removeprefix(PATH).removeprefix("sampler").removeprefix("sequence") for name in left]
+    if left:
+        names = [f"{type(owner).__qualname__}{way}" for owner, way in zip(owners, ways, strict=True)]
+        warnings.warn(
+            f"{', '.join(dict.fromkeys(names))} had been changed in training when the checkpoint was written, and "
+            "nothing had changed it again when training began here, so the resume may not be exact. If your code "
+            "changes it, restore it before the first batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            StatefulWarning,
+            stacklevel=3,
+        )
+    return {name.removeprefix(f"{PATH}.") for name in left if name.startswith(PATH)}

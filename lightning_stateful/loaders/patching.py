@@ -307,8 +307,8 @@ def _reason_against(loader: object, is_stream: bool = False) -> str:
     if not isinstance(loader, DataLoader):
         name = type(loader).__qualname__
         return f"it is a {name} and not a torch.utils.data.DataLoader, so its batches cannot be reached by position."
-    if not getattr(loader, "in_order", True):
-        return "in_order=False hands batches over in no fixed order."
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        return "in_order=False hands batches over in no fixed order, as its workers finish them. Leave it out."
     if isinstance(loader.dataset, IterableDataset) and not is_stream:
         return f"{type(loader.dataset).__qualname__} is an IterableDataset, which has no random access."
     if is_stream and not (iterates_as_torch(loader) or is_torchdatas(loader)):

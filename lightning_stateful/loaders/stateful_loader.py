@@ -17,7 +17,13 @@ from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
-from lightning_stateful.loaders.description import LoaderDescription, LoaderSettings, changed_since, describe_loader
+from lightning_stateful.loaders.description import (
+    LoaderDescription,
+    LoaderSettings,
+    changed_since,
+    describe_loader,
+    warn_unless_restored,
+)
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
 from lightning_stateful.loaders.source_datasets import with_packed
@@ -110,8 +116,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 f"{type(dataset).__name__} has no random access by index; StatefulLoader needs a map-style dataset "
                 "with __getitem__ and __len__. StreamDataModule and patch_dataloader serve iterable datasets."
             )
-        if not options.pop("in_order", True):
-            raise ConfigurationError("in_order=False hands batches over in no fixed order and cannot be resumed.")
+        if not options.pop("in_order", True) and options.get("num_workers"):
+            raise ConfigurationError(
+                "in_order=False hands batches over in no fixed order, as its workers finish them. Leave it out."
+            )
         if exact and isinstance(batch_sampler, (StatefulBatchSampler, BatchOrder)):
             raise ConfigurationError(
                 "exact=True never repeats a sample, which whole batches cannot promise; leave it out, or evaluate with "
@@ -269,6 +277,12 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def changed(self) -> dict[str, Any]:
         """Changes to the dataset and a user's sampler since the loader was built, as in a state."""
         return changed_since(self.order, self.dataset, self._lists, self.tracker.config)
+
+    def warn_unless_restored(self) -> None:
+        """Warn, once, of what had been changed when a loaded state was taken, and is as it was built."""
+        saved, self.tracker.loaded_changes = self.tracker.loaded_changes, {}
+        if saved:
+            warn_unless_restored(self.order, self.dataset, self.tracker.config, saved, self.changed())
 
     @property
     def is_sized(self) -> bool:
@@ -430,6 +444,7 @@ class _LoaderIterator:
     def __next__(self) -> Any:
         if self._loader is not None:
             self._loader.compare_ranks()
+            self._loader.warn_unless_restored()
             self._loader = None
             self._may_be_over = self._tracker.progress.consumed > 0
         try:

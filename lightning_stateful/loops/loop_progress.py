@@ -9,7 +9,7 @@ batch comes next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,14 +133,28 @@ def follow_lengths(trainer: pl.Trainer) -> None:
     trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
 
 
+def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
+    """Call a function before every epoch: behind all hooks ``on_train_start``, and before those of the epoch.
+
+    To be called in ``on_train_start``, in a trainer whose lengths are followed.
+    """
+    # Ours, kept with the loop.
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._before_epoch = call
+
+
 def end_following(trainer: pl.Trainer) -> None:
-    """Undo :func:`follow_lengths`."""
+    """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
     vars(trainer.fit_loop).pop("setup_data", None)
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._before_epoch = None
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
     fit_loop: Any = trainer.fit_loop
+    if callable(call := vars(fit_loop.epoch_loop).get("_before_epoch")):
+        call()
     type(fit_loop).setup_data(fit_loop)
     vars(fit_loop.epoch_loop).pop("_ended_early", None)
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
@@ -256,6 +270,11 @@ def is_rebuilt_next(trainer: pl.Trainer, progress: LoopProgress) -> bool:
     epoch, step = progress.epoch_and_step
     with epoch_set_to(trainer, epoch):
         return not step and (not progress.running or progress.ended) and _is_due(trainer, progress.train_reload_epoch)
+
+
+def is_rebuilt_now(trainer: pl.Trainer) -> bool:
+    """Whether Lightning builds the training loaders anew for the epoch that begins now."""
+    return _is_due(trainer, _epoch_or_none(trainer.fit_loop._last_train_dl_reload_epoch))
 
 
 def _is_due(trainer: pl.Trainer, built: int) -> bool:

@@ -1,6 +1,6 @@
 """The lines of the log on where a run goes on and what makes its data exact, and a checkpoint's note of how it was run.
 
-The note is for people: nothing compares it.
+The note is for people. Of it nothing is compared but the digest of the loaders that the run began with, for a warning.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -24,12 +24,13 @@ from lightning_stateful.state import order_in_words
 
 
 def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
-    """A note on how a run trains, for people who read its checkpoint: plain data that no resume compares.
+    """A note on how a run trains, for people who read its checkpoint, as plain data.
 
     Returns:
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
         of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
-        ``batch_size`` (None for whole batches) and ``workers``.
+        ``batch_size`` (None for whole batches) and ``workers``. A digest of the loaders that the run began with, where
+        later ones were built, is ``began_with``.
     """
     steps = float(trainer.fit_loop.max_batches)
     return {
@@ -41,6 +42,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         "steps": int(steps) if math.isfinite(steps) else None,
         "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
+        **({"began_with": combined.began_with} if combined.began_with else {}),
     }
 
 
@@ -54,7 +56,7 @@ def say_resumed(
     *,
     again: bool = False,
 ) -> None:
-    """Log in one line where a run goes on.
+    """Log in one line where a run goes on; say which loaders do not fit, and are built anew.
 
     Args:
         trainer: The trainer.
@@ -65,6 +67,9 @@ def say_resumed(
         num_batches: The batches of an epoch under the trainer's limit.
         again: It goes on in the same trainer, which is fitted again without a checkpoint.
     """
+    combined.began_with = note.get("began_with", "")
+    if combined.refused:
+        _say_others(combined, saved)
     now = note_of_run(trainer, combined)
     epoch, batch = progress.epoch_and_step
     where = f"the beginning of epoch {epoch}"
@@ -80,6 +85,32 @@ def say_resumed(
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
+
+
+def _say_others(combined: CombinedLoaders, saved: LoopProgress) -> None:
+    """Say of loaders that do not fit a checkpoint, and are built anew for the next epoch, that they do not.
+
+    Nothing in a checkpoint says which loaders come next. Those that the run began with are what ``train_dataloader``
+    gives where nothing was restored.
+
+    Warns:
+        StatefulWarning: They are those that the run began with, and were others by then.
+    """
+    found = "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in combined.refused)
+    epoch = saved.epoch if saved.running else saved.epoch - 1
+    others = (
+        f"The training loader of epoch {epoch} is another here than in the run that wrote the checkpoint ({found}),"
+    )
+    if combined.digest() != combined.began_with:
+        rank_zero_info(f"{others} and is not compared: it is built anew for epoch {epoch + 1}.")
+        return
+    rank_zero_warn(
+        f"{others} and is the one that the run began with. It is built anew for epoch {epoch + 1}: the resume is not "
+        "exact if train_dataloader depends on its earlier calls, or on what training has changed and nothing has "
+        "restored by now. Restore that in load_state_dict or on_load_checkpoint, or let train_dataloader follow from "
+        "trainer.current_epoch.",
+        category=StatefulWarning,
+    )
 
 
 def say_what_is_exact(

@@ -61,6 +61,7 @@ _PARTS = {
             "steps": Either(None, COUNT),
             "batch_size": {str: object},
             "workers": {str: object},
+            "began_with?": str,
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

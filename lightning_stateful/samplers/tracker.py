@@ -90,6 +90,8 @@ class Tracker:
         self.accept: tuple[str, ...] = format_.accepted_names(accept)
         # Tells what is no longer as in the configuration, by name with dots; None where nothing changes.
         self.changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        # Those in a state that was loaded.
+        self.loaded_changes: dict[str, Any] = {}
         # What plans leave out; None for nothing.
         self.skipping: Skipping | None = None
         # Where the next pass begins.
@@ -306,6 +308,7 @@ class Tracker:
         format_.refuse_differences(state_dict, self.state_dict(Progress()), accept=self.accept, where=where)
         progress = self.progress_in(state_dict, where=where)
         self.load_skip(state_dict, progress, where=where)
+        self.loaded_changes = dict(state_dict.get("changed", {}))
         self.seek(progress)
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:

@@ -146,6 +146,8 @@ class IterableOrder(StreamReader):
                 if not run.has_next():
                     break
                 batch = run.next()
+                if self._watch is not None:
+                    self._watch.note_read()
                 step, num_served = step + 1, run.num_served
                 self.recent.note(epoch, step, ServedState(run))
                 if step == self._limit:
@@ -194,6 +196,7 @@ class IterableOrder(StreamReader):
         self._moves_to = progress.epoch, progress.consumed
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))
+            self._watch.is_within = progress.consumed > 0
 
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """As of other readers, and what was set on the dataset between passes."""

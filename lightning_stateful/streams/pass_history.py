@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_o
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
 _MOST_NESTED = 8
+# Lightning reads the first batch before it builds loaders of validation.
+_LOOKS_AT = 2
 _MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
@@ -113,27 +116,59 @@ class SetBetweenPasses:
 
     Attributes:
         expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
+        is_within: Whether these are of a pass that goes on, and not of one that is over.
     """
 
     def __init__(self, dataset: Any, *, in_workers: bool) -> None:
         self._dataset, self._in_workers = dataset, in_workers
         self.expected: dict[str, str] = {}
+        self.is_within = False
+        self._built = self._held()
         # What it held when the latest pass had ended; None within a pass that may change it.
         self._left: dict[str, str] | None = None
-        # What it held when the latest pass began.
+        # What it held when the latest pass began, and of that what was set between passes.
         self._begun: dict[str, str] = {}
+        self._begun_with: dict[str, str] = {}
         self._set: set[str] = set()
+        self._num_read = 0
 
     def note_begin(self) -> None:
         """A pass is about to begin."""
         self._begun = now = self._compare()
-        if lost := sorted(name for name, held in self.expected.items() if now.get(name, "") != held):
+        present = self._digests(self.expected)
+        lost = sorted(name for name, held in self.expected.items() if present.get(name, "") != held)
+        if not self.is_within:
+            # A hook sets something else for the next epoch.
+            lost = [name for name in lost if now.get(name) == self._built.get(name)]
+        if lost:
             _warn(
                 f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
                 "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
                 "before the first batch, as in load_state_dict of a callback."
             )
         self.expected, self._left = {}, now if self._in_workers else None
+        self._begun_with = self._digests(self._set)
+
+    def note_read(self) -> None:
+        """A batch was read: at the second one loaders of validation have been built.
+
+        Warns:
+            StatefulWarning: The pass has changed something that a dataset of validation holds too; once.
+        """
+        self._num_read += 1
+        if self._in_workers or self._num_read != _LOOKS_AT:
+            return
+        now = self._held()
+        others = [value for dataset in list(_EVALUATED.values()) for _, value in _attributes(dataset)]
+        ids = {id(value) for value in others if type(value) not in PLAIN}
+        changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
+        shared = {name for name, value in _attributes(self._dataset) if id(value) in ids}
+        if names := sorted(shared & changed):
+            _warn(
+                f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
+                "changes: what the one gets depends on the passes of the other, of which a checkpoint knows nothing. "
+                "So a resume may not be exact, or be refused. Give each dataset a copy of its own."
+            )
 
     def note_end(self) -> None:
         """A pass has ended."""
@@ -141,15 +176,25 @@ class SetBetweenPasses:
             self._left = self._held()
 
     def found(self, *, within: bool = False) -> dict[str, str]:
-        """Digests of the attributes that were set between passes, by ``class.attribute``.
+        """Digests of the attributes that were set between passes, by ``class.attribute``, the same in every process.
 
         Args:
             within: As they were when the latest pass began; else as they are now.
         """
         if self.expected:
             return self.expected
-        now = self._begun if within else self._compare()
-        return {name: now.get(name, "") for name in sorted(self._set)}
+        if within:
+            return dict(self._begun_with)
+        self._compare()
+        return self._digests(self._set)
+
+    def _digests(self, names: Collection[str]) -> dict[str, str]:
+        """Digests of attributes as they are now, which another process may compare."""
+        found: dict[str, str] = {}
+        for name, value in _attributes(self._dataset) if names else ():
+            if name in names:
+                found[name] = digest(value, found.get(name, ""))
+        return {name: found.get(name, "") for name in sorted(names)}
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
@@ -166,17 +211,32 @@ class SetBetweenPasses:
         return now
 
     def _held(self) -> dict[str, str]:
+        """Digests of all attributes, to be compared in this process."""
         held: dict[str, str] = {}
-        for part in parts_of(self._dataset):
-            if callable(getattr(part, "set_epoch", None)):
-                continue
-            # A default in the class is what an instance has until another is set.
-            defaults = {name: value for kind in reversed(type(part).__mro__) for name, value in vars(kind).items()}
-            plain = {name: value for name, value in defaults.items() if type(value) in PLAIN and name[:2] != "__"}
-            for name, value in {**plain, **attributes_of(part)}.items():
-                key = f"{type(part).__qualname__}.{name}"
-                held[key] = held.get(key, "") + digest_of_contents({name: value})
+        for name, value in _attributes(self._dataset):
+            held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return held
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for those told the epoch."""
+    for part in parts_of(dataset):
+        if callable(getattr(part, "set_epoch", None)):
+            continue
+        # A default in the class is what an instance has until another is set.
+        defaults = {name: value for kind in reversed(type(part).__mro__) for name, value in vars(kind).items()}
+        plain = {name: value for name, value in defaults.items() if type(value) in PLAIN and name[:2] != "__"}
+        yield from ((f"{type(part).__qualname__}.{name}", of) for name, of in {**plain, **attributes_of(part)}.items())
+
+
+# By their ids: the iterable datasets of loaders of validation.
+_EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note_validation(dataset: Any) -> None:
+    """A loader of validation reads a dataset in this process."""
+    with suppress(TypeError):
+        _EVALUATED[id(dataset)] = dataset
 
 
 def _warn(message: str) -> None:

@@ -13,18 +13,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders.dataset_content import digest_of_batch, is_same_batch
+from lightning_stateful.loaders.dataset_content import PATH, digest_of_batch, is_same_batch
+from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import epoch_set_to
+from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
-from lightning_stateful.state import differences, is_accepted, value_at, walk
+from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.trainer.dataset_settings import DatasetSettings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
-PATH = "dataset.content"
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
 
@@ -55,6 +55,15 @@ class BatchContent:
         self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self.latest: dict[str, dict[str, Any]] = {}
         self.settings = DatasetSettings(self._map_style)
+        # By path: what was read on a resume in the place of a batch of an epoch that is over.
+        self._before_hooks: dict[str, dict[str, Any] | None] = {}
+        # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
+        # and what was as built then, and was changed by hooks at the end of that epoch.
+        self._is_over = False
+        self._changed_first: dict[str, set[str]] | None = None
+        self._changed_late: dict[str, set[str]] = {}
+        # By path: the states of loaders that a checkpoint has.
+        self._states: dict[str, Mapping[str, Any]] = {}
 
     @property
     def is_map_style(self) -> bool:
@@ -83,7 +92,7 @@ class BatchContent:
             rank_zero_info(f"A batch could not be digested, and will not be compared on a resume: {error!r}")
             self.latest.pop(path, None)
             return
-        held = self.settings.changed_containers(path)
+        held = self.settings.changed(path)
         self.latest[path] = {
             "batch": list(at()),
             "progress": plan.progress_after(step).to_dict(),
@@ -102,7 +111,7 @@ class BatchContent:
         return {"content": deepcopy(content), "dataset_settings": self.settings.state()}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
-        now = self._changed_settings(path), self.settings.changed_containers(path)
+        now = self._changed_settings(path), self.settings.changed(path)
         return path in self._loaders and (noted["settings"], noted.get("held", "")) == now
 
     def expect(
@@ -111,7 +120,7 @@ class BatchContent:
         saved: Mapping[str, Any],
         states: tuple[Mapping[str, Any] | None, Callable[[], Mapping[str, Any]]],
         accept: Collection[str],
-        at: tuple[int, int],
+        epoch: int,
     ) -> Callable[[], None] | None:
         """Take a checkpoint's state.
 
@@ -120,20 +129,53 @@ class BatchContent:
             saved: The callback's state in the checkpoint.
             states: The data's state in it, None if there is none, and a function that gives it as it is here.
             accept: Names of differences to let pass.
-            at: The epoch and step that the run goes on at.
+            epoch: The epoch that the run goes on within; -1 where all that was trained on is of epochs that are over.
 
         Returns:
             Compares batches by :meth:`compare`, to be called before the first one is read; None if there is nothing
             to compare.
         """
-        content, (state, present), (epoch, step) = saved.get("content"), states, at
-        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=step > 0)
+        content, (state, present) = saved.get("content"), states
+        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=epoch >= 0)
         if state is None or not (content or self.is_map_style):
             return None
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
+        self._is_over = epoch < 0
         is_changed = bool(differences(state, present(), fingerprints=False))
-        return partial(self.compare, trainer, content, accept, None if is_changed else dict(walk(state)), epoch)
+        if epoch < 0 and not is_changed and trainer.is_global_zero:
+            # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
+            over = [path for path in content if path in self._loaders and not is_accepted(_accepted_as(path), accept)]
+            self._before_hooks = {path: self._read(trainer, path, content[path], is_first=True) for path in over}
+        self._states = {} if is_changed else dict(walk(state))
+        return partial(self.compare, trainer, content, accept, None if is_changed else self._states, epoch)
+
+    def note_before_epoch(self, trainer: pl.Trainer) -> None:
+        """An epoch is about to begin: the hooks that restore what a checkpoint has were called, and none of its own."""
+        if not self._is_over:
+            return
+        changed = {path: loader.changed() for path, loader in self._map_style.items()}
+        if self._changed_first is None:
+            self._changed_first = {path: set(now) for path, now in changed.items()}
+            self.settings.note_restored()
+        else:
+            self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
+        if is_rebuilt_now(trainer):
+            # These loaders are not read again, so that nothing else is compared.
+            self._is_over = False
+            for path, now in changed.items() if trainer.is_global_zero else ():
+                if path in self._states:
+                    self._warn_of_left(path, self._states[path], now, False)
+
+    def _warn_of_left(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any], is_of_epoch: bool) -> None:
+        """Warn of what had changed when a state was saved, and was as built as training began."""
+        # The items that a sampler gave of the epoch are compared too, but later ones may differ all the same.
+        is_compared = is_of_epoch and saved["progress"]["consumed"] > 0
+        changed = saved.get("changed", {}).items()
+        of = {name: value for name, value in changed if not (is_compared and name.startswith(PATH))}
+        loader, restored = self._map_style[path], now.keys() - self._changed_late.get(path, set())
+        left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
+        self.settings.said.setdefault(path, set()).update(left)
 
     def compare(
         self,
@@ -151,7 +193,7 @@ class BatchContent:
             accept: Names of differences to let pass.
             states: By path, the states of the loaders in the checkpoint. None where the loaders are others in a way
                 that was accepted, so that batches need not be the same.
-            epoch: The epoch that the run goes on in.
+            epoch: As for :meth:`expect`.
 
         Raises:
             StateMismatchError: On all processes, if a batch has another content, twice the same.
@@ -160,19 +202,20 @@ class BatchContent:
             StatefulWarning: Data or a sampler had been changed in training, and are as they were built.
         """
         found: list[tuple[str, str, str, str]] = []
+        self._is_over = False
         if trainer.is_global_zero and states is not None:
             for path, loader in self._map_style.items():
-                full, now = f"{path}.{PATH}" if path else PATH, loader.changed()
-                if path not in states or is_accepted((full, PATH), (*accept, *loader.accept)):
+                now = loader.changed()
+                if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                self.settings.said[path] = _warn_unless_restored(loader, states[path], now, is_of_epoch)
+                self._warn_of_left(path, states[path], now, is_of_epoch)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.
-                is_held = path in saved and saved[path].get("held", "") == self.settings.changed_containers(path)
+                is_held = path in saved and saved[path].get("held", "") == self.settings.changed(path)
                 if path in self._loaders and path in saved and (is_of_epoch or (is_held and not is_changing)):
-                    found += self._compared(trainer, path, full, saved[path])
+                    found += self._compared(trainer, path, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
         if found:
@@ -183,26 +226,50 @@ class BatchContent:
         now = _settings_of(self._loaders[path])
         return "" if now == self._settings[path] else now
 
-    def _compared(
-        self, trainer: pl.Trainer, path: str, full: str, saved: Mapping[str, Any]
-    ) -> list[tuple[str, str, str, str]]:
-        loader, (epoch, number) = self._loaders[path], saved["batch"]
-        name = f"Batch {number} of epoch {epoch}"
-        with epoch_set_to(trainer, epoch):
+    def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+        looked, before = path in self._before_hooks, self._before_hooks.get(path)
+        if before is not None and is_same_batch(saved, before):
+            return []
+        now = self._read(trainer, path, saved)
+        if now is None or is_same_batch(saved, now):
+            return []
+        name = _name_of(saved)
+        if looked and (before is None or not is_same_batch(before, now)):
+            rank_zero_info(
+                f"{name} was not compared on the resume: it is of an epoch that is over, and a hook has changed the "
+                "data since."
+            )
+            return []
+        return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
+
+    def _read(
+        self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any], *, is_first: bool = False
+    ) -> dict[str, Any] | None:
+        """Describe what a loader reads in the place of a batch; None where that tells nothing.
+
+        Args:
+            trainer: The trainer.
+            path: The path of the loader.
+            saved: The batch as it was noted.
+            is_first: It will be read again, so that nothing has to be said yet.
+        """
+        loader, name = self._loaders[path], _name_of(saved)
+        with epoch_set_to(trainer, saved["batch"][0]):
             if saved["read_by"] != _read_by(loader) or saved["settings"] != self._changed_settings(path):
                 # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
-                return []
+                return None
             try:
                 read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
             except Exception as error:
-                rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
-                return []
+                if not is_first:
+                    rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
+                return None
         if read is None:
-            return []
+            return None
         once, again = map(digest_of_batch, read)
-        if is_same_batch(saved, once):
-            return []
-        if once != again:
+        if once == again or is_same_batch(saved, once):
+            return once
+        if not is_first:
             rank_zero_warn(
                 f"{name} has another content whenever it is read: the dataset draws from the system's entropy, or from "
                 "a generator that is out of reach. The resume is not exact, unless what is drawn does not matter, and "
@@ -210,43 +277,7 @@ class BatchContent:
                 "global generators in the dataset, or from generators that are its attributes.",
                 category=StatefulWarning,
             )
-            return []
-        return [(full, name, _shown(saved, once), _shown(once, saved))]
-
-
-def _warn_unless_restored(
-    loader: StatefulLoader, saved: Mapping[str, Any], now: Mapping[str, Any], by_batch: bool
-) -> set[str]:
-    """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
-
-    Args:
-        loader: The loader.
-        saved: Its state.
-        now: What has changed since the loader was built.
-        by_batch: The data are compared by a batch of the epoch that goes on.
-
-    Returns:
-        The names of the attributes of data among them.
-    """
-    config, left, names = loader.tracker.config, list[str](), set[str]()
-    is_begun = saved["progress"]["consumed"] > 0
-    for name, value in saved.get("changed", {}).items():
-        # The items that a sampler gave of the epoch are compared too, but those to come may differ where these do not.
-        is_compared = is_begun and by_batch and name.startswith(PATH)
-        if not is_compared and name not in now and value_at(config, name) not in (None, value):
-            names |= {name.removeprefix(f"{PATH}.")} if name.startswith(PATH) else set()
-            owner = loader.dataset if name.startswith(PATH) else loader.order.sampler  # type: ignore[attr-defined]  # a user's
-            left.append(
-                f"{type(owner).__qualname__}{name.removeprefix(PATH).removeprefix('sampler').removeprefix('sequence')}"
-            )
-    if left:
-        rank_zero_warn(
-            f"{', '.join(dict.fromkeys(left))} had been changed in training when the checkpoint was written, and is as "
-            "it was built now, so the resume may not be exact. If your code changes it, restore it before the first "
-            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
-            category=StatefulWarning,
-        )
-    return names
+        return None
 
 
 def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -254,6 +285,16 @@ def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     pairs = zip(content["means"], other["means"], strict=False)
     differing = [one for one, of_other in pairs if not np.isclose(one, of_other, 1e-3, 1e-6)]
     return " ".join(map(str, (content["digest"], *differing[:2])))
+
+
+def _name_of(saved: Mapping[str, Any]) -> str:
+    epoch, number = saved["batch"]
+    return f"Batch {number} of epoch {epoch}"
+
+
+def _accepted_as(path: str) -> tuple[str, str]:
+    """The names by which other content of a loader is accepted."""
+    return (f"{path}.{PATH}" if path else PATH), PATH
 
 
 def _read_by(loader: StatefulLoader) -> list[Any]:

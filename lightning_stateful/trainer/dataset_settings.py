@@ -1,9 +1,11 @@
-"""Notes attributes of datasets that hooks set in training, and warns of a resume that does not set them again."""
+"""Notes attributes of datasets, and of a ``collate_fn``, that hooks set, and warns where a resume does not."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,10 @@ _DEFAULTS = (bool, int, float, str)
 class DatasetSettings:
     """Plain values among the attributes of map-style datasets that something else than reading has set.
 
-    They are numbers, strings, arrays and tensors, and lists, tuples, dicts and sets of such. A hook that makes samples
-    harder with every batch sets one, for example. Attributes that change while the first
-    batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
+    A ``collate_fn`` that is an object is looked at as its dataset is. The values are numbers, strings, arrays and
+    tensors, and lists, tuples, dicts and sets of such. A hook that makes samples harder with every batch sets one, for
+    example. Attributes that change while the first batch of a pass is read, as counters and caches do, are left out. No
+    method or property of a dataset is called.
 
     Args:
         loaders: The loaders, by path.
@@ -99,11 +102,19 @@ class DatasetSettings:
                 found[path] = {name: [now.get(name, ""), began.get(name, "")] for name in names[:_MOST_ATTRIBUTES]}
         return found
 
-    def changed_containers(self, path: str) -> str:
-        """Digest of containers, arrays and tensors that something else than reading has changed; empty for none."""
-        built, read = self._built[path], self._changed_by_reading[path]
-        now = _attributes(self._loaders[path], only_containers=True)
-        changed = sorted((name, text) for name, text in now.items() if text != built.get(name, "") and name not in read)
+    def note_restored(self) -> None:
+        """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        for path, of in ({} if self._is_within_epoch else self._expected).items():
+            now = _attributes(self._loaders[path]) if path in self._loaders else {}
+            self.said.setdefault(path, set()).update(
+                name for name, (latest, _) in of.items() if now.get(name) == latest
+            )
+
+    def changed(self, path: str) -> str:
+        """Digest of the attributes that something else than reading has changed; empty for none."""
+        built, now = self._built[path], _attributes(self._loaders[path])
+        names = changed_names(built, now) - self._changed_by_reading[path]
+        changed = [(name, now.get(name, "")) for name in sorted(names)]
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
@@ -131,16 +142,19 @@ class DatasetSettings:
         )
 
 
-def _attributes(loader: StatefulLoader, *, only_containers: bool = False) -> dict[str, str]:
+def _attributes(loader: StatefulLoader) -> dict[str, str]:
     found: dict[str, str] = {}
-    for number, dataset in enumerate(_users_of(loader.dataset)):
-        state = HeldState(dataset, containers=False)
+    owners = {f"{number}." if number else "": dataset for number, dataset in enumerate(_users_of(loader.dataset))}
+    # What functions and methods reach may be anything.
+    if not isinstance(loader.collate_fn, (FunctionType, BuiltinFunctionType, MethodType, partial)):
+        owners["collate_fn."] = loader.collate_fn
+    for prefix, owner in owners.items():
+        state = HeldState(owner, containers=False)
         held = {name: text for name, value in state.attributes() if (text := _shown(value))}
-        if not only_containers:
-            # A default in the class is what an instance has until another is set.
-            defaults = {name: repr(value) for name, value in vars(type(dataset)).items() if type(value) in _DEFAULTS}
-            held = {**{name: text for name, text in defaults.items() if name[:2] != "__"}, **state.plain(), **held}
-        found |= {f"{number}.{name}" if number else name: _shortened(text) for name, text in held.items()}
+        # A default in the class is what an instance has until another is set.
+        defaults = {name: repr(value) for name, value in vars(type(owner)).items() if type(value) in _DEFAULTS}
+        held = {**{name: text for name, text in defaults.items() if name[:2] != "__"}, **state.plain(), **held}
+        found |= {f"{prefix}{name}": _shortened(text) for name, text in held.items()}
     return found
 
 

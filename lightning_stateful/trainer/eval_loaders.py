@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
 from lightning_stateful.errors import RankMismatchError, StatefulWarning, UnsupportedLoaderError
@@ -17,6 +17,7 @@ from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import build_alike, deals_out, own_rank, topology_of
 from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.streams.pass_history import note_validation
 from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
 from lightning_stateful.trainer.train_loaders import Settings, length_of, name_of, overfits
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -109,6 +110,9 @@ def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
 
 
 def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings) -> Any:
+    is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if is_iterable and stage == "val" and trainer.state.fn == "fit" and not loader.num_workers:
+        note_validation(loader.dataset)
     try:
         patched = settings.build_patched(trainer, loader, path, stage)
     except (UnsupportedLoaderError, RankMismatchError) as error:

@@ -150,7 +150,7 @@ class TrainLoaders:
         )
         # By path: batches of an epoch, as last said.
         self._said_lengths: dict[str, int] = {}
-        # By path: the step at which the latest pass over the loader began.
+        # Likewise: the step at which the latest pass over the loader began.
         self._first_steps: dict[str, int] = {}
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
@@ -228,14 +228,16 @@ class TrainLoaders:
             state: The data's state in it.
         """
         if self._settings.check_content:
-            epoch, step = self._next_step()
+            # Behind the last batch of an epoch: the beginning of the next.
+            epoch, step = (self._resumed_at or LoopProgress()).epoch_and_step
             states, accept = (state, partial(self.combined.state_at, epoch, step)), self._settings.accept
-            self._compare = self.content.expect(self._trainer, saved, states, accept, (epoch, step))
+            self._compare = self.content.expect(self._trainer, saved, states, accept, epoch if step else -1)
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
         self._training_began = True
         self.content.settings.note_early_workers()
+        loop_progress.call_before_epochs(self._trainer, partial(self.content.note_before_epoch, self._trainer))
         say_what_is_skipped(self.combined)
 
     def describe(self) -> dict[str, dict[str, Any]]:
@@ -256,13 +258,13 @@ class TrainLoaders:
 
     def _load(self, state: Mapping[str, Any], progress: LoopProgress) -> LoopProgress:
         """Load the data's state into the loaders; the progress in steps of the present ranks and batch sizes."""
-        where = "The checkpoint's data state"
-        next_epoch, _ = progress.epoch_and_step
+        where, next_epoch = "The checkpoint's data state", progress.epoch_and_step[0]
         try:
             epoch, step = self.combined.load(state, accept=self._settings.accept, where=where)
-        except StateMismatchError:
+        except StateMismatchError as error:
             if not loop_progress.is_rebuilt_next(self._trainer, progress):
                 raise
+            self.combined.refused = error.differences
             self.combined.begin_in(next_epoch)
             return progress
         if progress.running and (epoch, step) == (progress.epoch + 1, 0):
@@ -313,8 +315,7 @@ class TrainLoaders:
         how = {"drawn_as": self._drawn_as.setdefault(key, path) if key else None}
         patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
         patched.leave_out(self._settings.skip)
-        held = held_loader(loader)
-        loader = getattr(loader, held) if held else loader
+        loader = getattr(loader, held) if (held := held_loader(loader)) else loader
         if overfits(self._trainer) and not isinstance(patched, StreamLoader) and is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
@@ -400,8 +401,7 @@ class TrainLoaders:
             epoch = 0 if plans and isinstance(loader, StatefulLoader) else epoch
             return int(without_gaps(loader.plan(epoch)).num_steps)
         length = self.combined.length(path, epoch)
-        is_last = epoch == self._trainer.max_epochs
-        if length != self._said_lengths.setdefault(path, length) and not is_last:
+        if length != self._said_lengths.setdefault(path, length) and epoch != self._trainer.max_epochs:
             self._said_lengths[path] = length
             rank_zero_info(
                 f"Epoch {epoch} has {length} batches of {name_of('training', path)}, as its len() says now. Lightning "

@@ -99,7 +99,7 @@ class TestContradictions:
         ("options", "message"),
         [
             ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-            ({"in_order": False}, "in_order=False hands batches over in no fixed order"),
+            ({"in_order": False, "num_workers": 1}, "in_order=False hands batches over in no fixed order"),
             ({"sampler": Reversed(DATA), "shuffle": True}, "sampler option is mutually exclusive with shuffle"),
             ({"batch_sampler": [[0, 1]], "batch_size": 3}, "batch_sampler option is mutually exclusive with"),
             ({"num_replicas": 2, "rank": 2}, r"rank must be in range\(2\), got 2"),

@@ -312,3 +312,35 @@ class TestPatchedPlannedBatches:
             pass
 
         assert list(build_patched(plain(Own(range(23), 2, False))).batch_sampler)[:2] == [[0, 1], [2, 3]]
+
+
+class Draws(Sampler[int]):
+    """Draws by weights that the training loop sets."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(12)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, 12, replacement=True).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs")
+def test_a_sampler_that_a_plain_loop_has_set_and_that_is_not_set_again_is_warned_of() -> None:
+    sampler = Draws()
+    loader = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=sampler), seed=0)  # type: ignore[arg-type]
+    list(loader)
+    sampler.weights = torch.arange(1.0, 13)
+    state, rest = loader.state_dict(), [batch.tolist() for batch in loader]
+    for restored in (True, False):
+        sampler = Draws()
+        resumed = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=sampler), seed=0)  # type: ignore[arg-type]
+        resumed.load_state_dict(state)
+        if restored:
+            sampler.weights = torch.arange(1.0, 13)
+            assert [batch.tolist() for batch in resumed] == rest
+            continue
+        with pytest.warns(StatefulWarning, match="Draws had been changed in training when the checkpoint was written"):
+            assert [batch.tolist() for batch in resumed] != rest

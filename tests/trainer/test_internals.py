@@ -39,7 +39,14 @@ ELSEWHERE: dict[Any, set[str]] = {
 # Whose private names are not of Lightning.
 OWNERS = ("self", "sys")
 # Kept by the toolkit on one of Lightning's loops; the last is Lightning's since 2.6, and does nothing before.
-KEPT_THERE = {"_ended_early", "_step_hook", "_validated", "_lifted_max_steps", "_resuming_from_checkpoint"}
+KEPT_THERE = {
+    "_before_epoch",
+    "_ended_early",
+    "_step_hook",
+    "_validated",
+    "_lifted_max_steps",
+    "_resuming_from_checkpoint",
+}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:

@@ -6,19 +6,20 @@ import gc
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.runs import train
 from harm.table import Entry, WithCallback, of
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState
 from support.ledger import Asks, LedgerModel, Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
 from support.sampler_cases import PlainData
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -70,6 +71,40 @@ def test_a_pool_that_grows_between_epochs_resumes_where_its_loader_is_built_anew
     assert [len(batches(whole, epoch)) for epoch in range(4)] == [4, 6, 8, 10]
     for epoch in (2, 3):
         assert batches(resumed, epoch) == batches(whole, epoch)
+
+
+class Subsets(PlainData):
+    """Draws the subset of an epoch from a generator of its own, which nothing saves."""
+
+    def __init__(self) -> None:
+        draws = Random(0)
+        super().__init__(lambda: DataLoader(Subset(Numbers(50), draws.sample(range(50), 6)), batch_size=2))
+
+
+class Forgets(Pool):
+    state_dict = load_state_dict = None  # type: ignore[assignment]  # as of a module that has none
+
+
+@pytest.mark.parametrize("kind", [Subsets, Forgets])
+def test_a_loader_that_depends_on_earlier_calls_is_warned_of_where_it_is_built_anew(tmp_path: Path, kind: Any) -> None:
+    def run(**options: Any) -> Any:
+        data = kind()
+
+        def grow(trainer: Any, module: Any) -> None:
+            data.labelled = getattr(data, "labelled", 0) + 4
+
+        callbacks = [LambdaCallback(on_train_epoch_end=grow)]
+        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        options |= {} if "ckpt_path" in options else {"callbacks": [*callbacks, saver], "enable_checkpointing": True}
+        options = {"callbacks": callbacks, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **options}
+        return train_alone(lambda: data, **options).ledger
+
+    whole = run()
+    with pytest.warns(
+        StatefulWarning, match="another here .* and is the one that the run began with. It is built anew"
+    ):
+        resumed = run(ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert batches(resumed, 2) != batches(whole, 2)
 
 
 @pytest.fixture

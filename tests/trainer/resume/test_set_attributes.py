@@ -265,6 +265,48 @@ def test_a_sampler_that_a_hook_changed_is_named_also_where_what_it_gave_of_the_e
     assert rest[-1] != whole[-1]
 
 
+class Swaps(pl.Callback):
+    """Turns a sampler's list by one item at the end of each epoch, which nothing saves."""
+
+    def __init__(self, sampler: InOrder) -> None:
+        self.sampler, self.trained = sampler, list[Any]()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.sampler.order.append(self.sampler.order.pop(0))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
+class InOrder(Sampler[int]):
+    def __init__(self) -> None:
+        self.order = list(range(2 * BATCHES))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+@pytest.mark.filterwarnings("ignore:.*no longer yields what it did", "ignore:.*was changed between")
+def test_a_sampler_that_a_hook_changes_again_and_nothing_restores_is_named_from_the_end_of_an_epoch_too(
+    tmp_path: Path,
+) -> None:
+    def run(path: Path | None = None) -> list[Any]:
+        swaps = Swaps(InOrder())
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=BATCHES)
+        saver = saver if path is None else pl.Callback()
+        trainer = quiet_trainer(swaps, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=path is None)
+        trainer.fit(BoringModel(), DataLoader(Levels(), batch_size=2, sampler=swaps.sampler), ckpt_path=path)
+        return swaps.trained
+
+    whole = run()
+    assert run(tmp_path / f"step={BATCHES}.ckpt") == whole[BATCHES:]
+    with pytest.warns(StatefulWarning, match="InOrder had been changed in training when the checkpoint was written"):
+        assert run(tmp_path / f"step={2 * BATCHES}.ckpt") != whole[2 * BATCHES :]
+
+
 class Documents(Levels):
     """Documents of four tokens."""
 
