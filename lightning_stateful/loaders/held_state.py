@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -293,6 +293,15 @@ class CollateWatch:
         worker = get_worker_info()
         if found and (worker is None or worker.id == 0):
             self._warn(min(found, key=len))
+
+    def around(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        """Collate samples, and look before and after."""
+        if self.is_over:
+            return collate(samples)
+        self.before()
+        batch = collate(samples)
+        self.after()
+        return batch
 
     def _contents(self) -> dict[str, bytes]:
         self._held = HeldState(self._collate_fn)

@@ -1,0 +1,342 @@
+"""Notices a dataset that remembers what was read: a resume begins without that memory."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from operator import is_
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler, get_worker_info
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.dataset_content import bytes_of, digest_of_batch, is_same_batch
+from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.samplers.attributes import (
+    BUILT_IN,
+    PLAIN,
+    Place,
+    attributes_of,
+    is_users,
+    named_outside,
+    names_in,
+    reached,
+)
+from lightning_stateful.samplers.rng import GENERATORS
+
+T = TypeVar("T")
+# Batches after which nothing is looked at any more, and the changes by which one carries something over.
+_NUM_LOOKS, _LEAST_CHANGES = 6, 4
+_MOST_HOLDERS, _MOST_ITEMS, _MOST_INNER, _LARGE, _MOST_BYTES = 256, 2048, 64, 2**20, 2**26
+# Objects of these packages stay as they are when a batch is read once more, or are put back.
+_REPEATABLE = (
+    *(
+        "__main__",
+        "builtins",
+        "types",
+        "collections",
+        "functools",
+        "operator",
+        "_operator",
+        "re",
+        "pathlib",
+        "datetime",
+    ),
+    *(
+        "decimal",
+        "enum",
+        "random",
+        "typing",
+        "abc",
+        "string",
+        "numpy",
+        "torch",
+        "torchvision",
+        "PIL",
+        "h5py",
+        "datasets",
+    ),
+    *("pyarrow", "_thread", "torchdata", "lightning_stateful"),
+)
+
+
+class _Name(NamedTuple):
+    """A value that is looked at.
+
+    Attributes:
+        way: The attributes that lead to the object that holds it; empty where none do, as for a module's variables.
+        holder: The class of that object, or the name of a function.
+        attribute: The name of the value there.
+    """
+
+    way: str
+    holder: str
+    attribute: str
+
+
+class ReadWatch:
+    """Looks at what a map-style dataset holds before and after each of the first batches that a process reads.
+
+    Looked at are numbers, strings, tensors and containers in attributes of objects of the user's classes, in closures,
+    and in variables of modules and classes that their methods name. What nearly every batch changes, and not only adds
+    to, is warned of. A dict of which no value is replaced is a cache, even if it is bounded.
+
+    Where that leaves no trace, a batch that has changed something is read once more under its seed. If its samples are
+    others then, they depend on what was read before. If they are the same and what is held is the same too, nothing is
+    carried over, as with an attribute for the index that is being read, or the file that is open.
+
+    Args:
+        dataset: The dataset.
+
+    Attributes:
+        is_over: Whether nothing is looked at any more.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.is_over = False
+        self._num_looks = 0
+        self._content: dict[str, Any] | None = None
+        self._changes: dict[_Name, list[Any]] = {}
+        # Names that a batch read once more has changed again, and those that it has left as they were.
+        self._carried: set[_Name] = set()
+        self._harmless: set[_Name] = set()
+
+    def note(self, samples: T) -> T:
+        """Note the content of the samples that were read."""
+        if not self.is_over:
+            self._content = _digest(samples)
+        return samples
+
+    def __call__(self, read: Callable[[], T], again: Callable[[], Any] | None) -> T:
+        """Read a batch, and look at what that changes.
+
+        Args:
+            read: Reads the batch, and tells :meth:`note` of its samples.
+            again: Reads the samples once more with the same random numbers, and puts generators back; None where these
+                cannot be had.
+
+        Warns:
+            StatefulWarning: The dataset remembers what was read; once, in the first worker.
+        """
+        if self.is_over:
+            return read()
+        before = _snapshot(self._dataset)
+        self._content = None
+        result = read()
+        now = _snapshot(self._dataset)
+        changes = _changes(before, now)
+        self._num_looks += 1
+        for name, change in changes.items():
+            self._changes.setdefault(name, []).append(change)
+        new = {name for name, (was, _) in changes.items() if was is not None} - self._carried - self._harmless
+        # What no attribute leads to could not be put back.
+        is_held = all(name.way or _is_same(before.get(name), value) for name, value in now.items())
+        if new and is_held and again is not None and self._depends(new, again):
+            self._warn(sorted(new), is_proven=True)
+        elif found := sorted(name for name, of in self._changes.items() if self._is_carried(name, of)):
+            self._warn(found, is_proven=False)
+        self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
+        return result
+
+    def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
+        """Whether nearly every batch has changed a value; where none could be read again, of counts and queues only."""
+        is_often = len(changes) >= _LEAST_CHANGES and self._num_looks in (len(changes), _NUM_LOOKS)
+        return is_often and name not in self._harmless and (name in self._carried or _is_count_or_queue(changes))
+
+    def _depends(self, names: set[_Name], again: Callable[[], Any]) -> bool:
+        """Whether samples depend on what was read before, where that can be tried; else False."""
+        if threading.current_thread() is not threading.main_thread() or not _is_repeatable(self._dataset):
+            return False
+        users = [value for value, way, _ in _users(self._dataset) if way]
+        held, large = HeldState(*users), [(one, copy.deepcopy(one)) for one in _large_arrays(users)]
+        if not held.is_whole:
+            return False
+        before, first = _snapshot(self._dataset), self._content
+        try:
+            other = _digest(again())
+            changes = _changes(before, _snapshot(self._dataset))
+            changed = {name for name, pair in changes.items() if len({b"".join(bytes_of(one)) for one in pair}) == 2}
+            held.restore()
+            # What differs between two readings from one state is drawn from elsewhere.
+            if first and other and not is_same_batch(first, other) and is_same_batch(other, _digest(again()) or first):
+                return True
+        except Exception:
+            # It tells nothing of the batch that was read.
+            return False
+        finally:
+            held.restore()
+            for one, copied in large:
+                one[...] = copied
+        self._carried |= names & changed
+        self._harmless |= names - changed
+        return False
+
+    def _warn(self, names: list[_Name], *, is_proven: bool) -> None:
+        self.is_over = True
+        worker = get_worker_info()
+        if worker is not None and worker.id:
+            return
+        found = " and ".join([repr(name.attribute) for name in names if name.way == names[0].way][:3])
+        depends = ", and the same batch read again has other samples by that" if is_proven else ""
+        if_so = "A" if is_proven else "If samples depend on it, a"
+        warnings.warn(
+            f"{names[0].holder} changes {found} whenever samples are read{depends}. No checkpoint has that. {if_so} "
+            "resume is not exact: derive it from the index and the epoch.",
+            StatefulWarning,
+            stacklevel=2,
+        )
+
+
+def _digest(samples: Any) -> dict[str, Any] | None:
+    try:
+        return digest_of_batch(samples)
+    except Exception:
+        return None
+
+
+def _snapshot(dataset: Any) -> dict[_Name, Any]:
+    """Values that are looked at, copied shallowly."""
+    outside: dict[str, Any] = named_outside(dataset)
+    found = {_Name("", type(dataset).__qualname__, name): _copied(value) for name, value in outside.items()}
+    for value, way, holder in islice(_users(dataset), _MOST_HOLDERS):
+        held = _named_by(value) if isinstance(value, FunctionType) else attributes_of(value)
+        found |= {_Name(way, holder, name): _copied(item) for name, item in held.items() if _is_looked_at(item)}
+    return found
+
+
+def _users(dataset: Any) -> Iterator[tuple[Any, str, str]]:
+    """Objects and functions of the user's that a dataset reaches, the way to each, see :class:`_Name`, and its name."""
+    seen: dict[int, Any] = {}
+    for place in reached({"dataset": dataset}):
+        value = place.value
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            if is_users(value.__module__):
+                yield value, "", value.__qualname__
+        elif is_users(type(value).__module__) and not isinstance(value, (type, ModuleType, DataLoader, Sampler)):
+            yield value, _way(place), type(value).__qualname__
+
+
+def _way(place: Place) -> str:
+    above = place.above
+    while above is not None:
+        if isinstance(above.value, FunctionType):
+            return ""
+        above = above.above
+    return ".".join(place.path)
+
+
+def _named_by(function: FunctionType) -> dict[str, Any]:
+    """Values of a function's closure, and those of its module that it names."""
+    held = {name: function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            held[name] = cell.cell_contents
+    return held
+
+
+_FIXED = {*PLAIN, torch.Tensor, np.ndarray, tuple}
+_KINDS = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray, np.generic)
+
+
+def _is_looked_at(value: Any) -> bool:
+    return type(value) in BUILT_IN or isinstance(value, _KINDS)
+
+
+def _copied(value: Any) -> Any:
+    """A value, or a shallow copy of a container: of a long one the first and last items."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        # Memory that is written again for each batch is no memory of what was read; another array in its place may be.
+        is_count = (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
+        return value.item() if is_count and not getattr(value, "is_cuda", False) else value
+    if isinstance(value, dict):
+        return dict(islice(dict.items(value), _MOST_ITEMS))
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value) if len(value) <= _MOST_ITEMS else len(value)
+    if isinstance(value, deque) or (isinstance(value, (list, tuple)) and len(value) <= 2 * _MOST_ITEMS):
+        return type(value)(value) if type(value) in (list, tuple, deque) else list(value)
+    if isinstance(value, (list, tuple)):
+        return [len(value), *value[:_MOST_ITEMS], *value[-_MOST_ITEMS:]]
+    return value
+
+
+def _changes(before: dict[_Name, Any], now: dict[_Name, Any]) -> dict[_Name, tuple[Any, Any]]:
+    """What was changed, and not only added to: the value before, None for a missing one, and now."""
+    pairs = {name: (before.get(name), value) for name, value in now.items()}
+    return {name: pair for name, pair in pairs.items() if not _is_same(*pair) and not _is_added_to(*pair)}
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    if was is now:
+        return True
+    if type(was) is not type(now):
+        return False
+    if isinstance(was, (list, tuple, deque)):
+        return len(was) == len(now) and (all(map(is_, was, now)) or all(map(_is_same_item, was, now)))
+    if isinstance(was, dict):
+        return was.keys() == now.keys() and all(_is_same_item(item, now[key]) for key, item in was.items())
+    return _is_same_item(was, now)
+
+
+def _is_same_item(was: Any, now: Any) -> bool:
+    return was is now or (type(was) is type(now) and type(was) in {*BUILT_IN, frozenset} and bool(was == now))
+
+
+def _is_added_to(was: Any, now: Any) -> bool:
+    """Whether a container only got items; a dict may have lost some too, as a cache of bounded size does."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        return all(_is_same_item(item, now[key]) for key, item in was.items() if key in now)
+    if isinstance(was, frozenset) and isinstance(now, frozenset):
+        return was <= now
+    return type(was) is type(now) and isinstance(was, (list, tuple)) and _is_same(was, now[: len(was)])
+
+
+def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:
+    """Whether changes are those of a number that only grows or falls, of a dict of numbers, or of a list or deque."""
+    pairs = [pair for pair in changes if pair[0] is not None]
+    if all(isinstance(one, (int, float)) for pair in pairs for one in pair):
+        return len({was < now for was, now in pairs}) == 1
+    numbers = (int, float, np.number)
+    of_numbers = (isinstance(now, dict) and all(isinstance(one, numbers) for one in now.values()) for _, now in pairs)
+    return all(of_numbers) or all(isinstance(now, (list, deque)) for _, now in pairs)
+
+
+def _is_repeatable(dataset: Any) -> bool:
+    """Whether nothing that a dataset reaches would be left otherwise by reading a batch once more, and put back.
+
+    Iterators, open files and counts shared by processes would, and other objects whose state is not known.
+    """
+    for place in reached({"dataset": dataset}):
+        value, kind = place.value, type(place.value)
+        if hasattr(kind, "__next__") or isinstance(value, (DataLoader, Sampler)):
+            return False
+        if is_users(kind.__module__):
+            if issubclass(kind, torch.nn.Module) or any(vars(one).get("__slots__") for one in kind.__mro__[:-1]):
+                return False
+        elif kind.__module__.partition(".")[0] not in _REPEATABLE and not isinstance(value, GENERATORS):
+            return False
+        if isinstance(value, (list, tuple, deque, dict)) and len(value) > _MOST_INNER:
+            # Others in so long a one are not put back.
+            items = list(value.values()) if isinstance(value, dict) else value
+            if not {*map(type, items)} <= _FIXED:
+                return False
+    large = _large_arrays([value for value, way, _ in _users(dataset) if way])
+    return sum(int(one.nbytes) for one in large) <= _MOST_BYTES
+
+
+def _large_arrays(holders: list[Any]) -> list[Any]:
+    """Arrays and tensors among the attributes of objects that could be written to, and are not put back otherwise."""
+    held = [one for holder in holders for one in attributes_of(holder).values()]
+    arrays = [one for one in held if isinstance(one, (torch.Tensor, np.ndarray)) and one.nbytes > _LARGE]
+    return [one for one in arrays if isinstance(one, torch.Tensor) or one.flags.writeable]
