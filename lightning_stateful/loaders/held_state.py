@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -152,6 +152,8 @@ def _copied(value: Any, *, containers: bool) -> Any:
     if isinstance(value, CellType):
         return _contents(value)
     # Of a subclass what it holds as its base: methods of its own are not called.
+    if isinstance(value, OrderedDict):
+        return OrderedDict(OrderedDict.items(value))
     kinds: tuple[Any, ...] = (list, set, dict, bytearray)
     for kind in kinds:
         if isinstance(value, kind):
@@ -183,6 +185,11 @@ def _put_back(value: Any, copied: Any) -> None:
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, copied)
+    elif isinstance(value, OrderedDict):
+        # It keeps its order beside the dict that it is.
+        OrderedDict.clear(value)
+        for key, item in copied.items():
+            OrderedDict.__setitem__(value, key, item)
     elif isinstance(value, dict):
         dict.clear(value)
         dict.update(value, copied)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import is_
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -33,38 +34,17 @@ from lightning_stateful.samplers.attributes import (
 from lightning_stateful.samplers.rng import GENERATORS
 
 T = TypeVar("T")
+Again: TypeAlias = Callable[[int, Callable[[Any], Any]], Any]
 # Batches after which nothing is looked at any more, and the changes by which one carries something over.
 _NUM_LOOKS, _LEAST_CHANGES = 6, 4
 _MOST_HOLDERS, _MOST_ITEMS, _MOST_INNER, _LARGE, _MOST_BYTES = 256, 2048, 64, 2**20, 2**26
 # Objects of these packages stay as they are when a batch is read once more, or are put back.
-_REPEATABLE = (
-    *(
-        "__main__",
-        "builtins",
-        "types",
-        "collections",
-        "functools",
-        "operator",
-        "_operator",
-        "re",
-        "pathlib",
-        "datetime",
-    ),
-    *(
-        "decimal",
-        "enum",
-        "random",
-        "typing",
-        "abc",
-        "string",
-        "numpy",
-        "torch",
-        "torchvision",
-        "PIL",
-        "h5py",
-        "datasets",
-    ),
-    *("pyarrow", "_thread", "torchdata", "lightning_stateful"),
+_REPEATABLE = frozenset(
+    re.findall(
+        r"\w+",
+        "__main__ builtins types collections functools operator _operator re pathlib datetime decimal enum random "
+        "typing abc string numpy torch torchvision PIL h5py datasets pyarrow _thread torchdata lightning_stateful",
+    )
 )
 
 
@@ -72,11 +52,13 @@ class _Name(NamedTuple):
     """A value that is looked at.
 
     Attributes:
+        root: What leads there: ``dataset`` or ``collate_fn``.
         way: The attributes that lead to the object that holds it; empty where none do, as for a module's variables.
         holder: The class of that object, or the name of a function.
         attribute: The name of the value there.
     """
 
+    root: str
     way: str
     holder: str
     attribute: str
@@ -93,15 +75,20 @@ class ReadWatch:
     others then, they depend on what was read before. If they are the same and what is held is the same too, nothing is
     carried over, as with an attribute for the index that is being read, or the file that is open.
 
+    The first batch, if it has changed anything, is read with other random numbers as well: once with what is held now,
+    and once as it was before. If the samples differ, what the first reading has left is a cache of drawn samples, or a
+    table that was drawn.
+
     Args:
         dataset: The dataset.
+        collate_fn: Collates samples where the first batch is read again; None where they are not collated.
 
     Attributes:
         is_over: Whether nothing is looked at any more.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None = None) -> None:
+        self._dataset, self._collate = dataset, collate_fn
         self.is_over = False
         self._num_looks = 0
         self._content: dict[str, Any] | None = None
@@ -109,6 +96,8 @@ class ReadWatch:
         # Names that a batch read once more has changed again, and those that it has left as they were.
         self._carried: set[_Name] = set()
         self._harmless: set[_Name] = set()
+        # Before the first batch was read: what is held, and a function that reads it again.
+        self._first: tuple[HeldState, dict[_Name, Any], Again] | None = None
 
     def note(self, samples: T) -> T:
         """Note the content of the samples that were read."""
@@ -116,59 +105,111 @@ class ReadWatch:
             self._content = _digest(samples)
         return samples
 
-    def __call__(self, read: Callable[[], T], again: Callable[[], Any] | None) -> T:
+    def __call__(self, read: Callable[[], T], again: Again | None) -> T:
         """Read a batch, and look at what that changes.
 
         Args:
             read: Reads the batch, and tells :meth:`note` of its samples.
-            again: Reads the samples once more with the same random numbers, and puts generators back; None where these
-                cannot be had.
+            again: Reads the samples once more and puts generators back, with the same random numbers for 0 and others
+                for another number, and calls a function with them; None where the numbers cannot be had.
 
         Warns:
             StatefulWarning: The dataset remembers what was read; once, in the first worker.
         """
         if self.is_over:
             return read()
-        before = _snapshot(self._dataset)
+        if get_worker_info() is not None:
+            # There the first batch is collated by now.
+            self._try_first()
+        before = _snapshot(self._roots)
+        if again is not None and not self._num_looks:
+            self._first = HeldState(*_held(self._roots)), before, again
         self._content = None
         result = read()
-        now = _snapshot(self._dataset)
-        changes = _changes(before, now)
+        self._look(before, _snapshot(self._roots), again)
+        if get_worker_info() is None:
+            self._try_first()
+        self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
+        return result
+
+    @property
+    def _roots(self) -> dict[str, Any]:
+        return {"dataset": self._dataset, "collate_fn": self._collate}
+
+    def _look(self, before: dict[_Name, Any], now: dict[_Name, Any], again: Again | None) -> None:
         self._num_looks += 1
+        # What is collated is looked at by another.
+        changes = {name: of for name, of in _changes(before, now).items() if name.root == "dataset"}
         for name, change in changes.items():
             self._changes.setdefault(name, []).append(change)
         new = {name for name, (was, _) in changes.items() if was is not None} - self._carried - self._harmless
-        # What no attribute leads to could not be put back.
-        is_held = all(name.way or _is_same(before.get(name), value) for name, value in now.items())
-        if new and is_held and again is not None and self._depends(new, again):
+        if new and _is_held(before, now) and again is not None and self._depends(new, again):
             self._warn(sorted(new), is_proven=True)
         elif found := sorted(name for name, of in self._changes.items() if self._is_carried(name, of)):
             self._warn(found, is_proven=False)
-        self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
-        return result
+
+    def _try_first(self) -> None:
+        """Try, once, whether samples of the first batch depend on what its first reading has left.
+
+        Warns:
+            StatefulWarning: They do.
+        """
+        if self._first is None or not self._num_looks or self.is_over:
+            return
+        (held, before, again), self._first = self._first, None
+        now = _snapshot(self._roots)
+        left = [name for name, value in now.items() if not _is_same(before.get(name), value)]
+        is_small = sum(_size(now[name]) for name in left) <= _MOST_BYTES
+        if not left or not _is_held(before, now) or not is_small or not _can_try(self._roots) or not held.is_whole:
+            return
+        collate = self._collate or _itself
+        present = HeldState(*_held(self._roots))
+        if not present.is_whole:
+            return
+        try:
+            later = _digest(again(1, collate))
+            held.restore()
+            first = _digest(again(1, collate))
+            held.restore()
+            is_other = bool(later and first) and not is_same_batch(later or {}, first or {})
+            depends = is_other and is_same_batch(first or {}, _digest(again(1, collate)) or later or {})
+        except Exception:
+            # It tells nothing of the batch that was read.
+            return
+        finally:
+            present.restore()
+        if depends:
+            self._warn_of_drawn(min(left, key=len))
+
+    def _warn_of_drawn(self, name: _Name) -> None:
+        self._say(
+            f"{name.holder} keeps {name.attribute!r} from the first batch that a process reads, and samples depend on "
+            "it. No checkpoint has that, and each worker keeps its own, so a resume is not exact. Draw it in __init__; "
+            "of a cache, keep what is read, and draw after that."
+        )
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a value; where none could be read again, of counts and queues only."""
         is_often = len(changes) >= _LEAST_CHANGES and self._num_looks in (len(changes), _NUM_LOOKS)
         return is_often and name not in self._harmless and (name in self._carried or _is_count_or_queue(changes))
 
-    def _depends(self, names: set[_Name], again: Callable[[], Any]) -> bool:
+    def _depends(self, names: set[_Name], again: Again) -> bool:
         """Whether samples depend on what was read before, where that can be tried; else False."""
-        if threading.current_thread() is not threading.main_thread() or not _is_repeatable(self._dataset):
+        if not _can_try(self._roots):
             return False
-        users = [value for value, way, _ in _users(self._dataset) if way]
+        users = _held(self._roots)
         held, large = HeldState(*users), [(one, copy.deepcopy(one)) for one in _large_arrays(users)]
         if not held.is_whole:
             return False
-        before, first = _snapshot(self._dataset), self._content
+        before, first = _snapshot(self._roots), self._content
         try:
-            other = _digest(again())
-            changes = _changes(before, _snapshot(self._dataset))
+            other = _digest(again(0, _itself))
+            changes = _changes(before, _snapshot(self._roots))
             changed = {name for name, pair in changes.items() if len({b"".join(bytes_of(one)) for one in pair}) == 2}
             held.restore()
             # What differs between two readings from one state is drawn from elsewhere.
-            if first and other and not is_same_batch(first, other) and is_same_batch(other, _digest(again()) or first):
-                return True
+            if first and other and not is_same_batch(first, other):
+                return is_same_batch(other, _digest(again(0, _itself)) or first)
         except Exception:
             # It tells nothing of the batch that was read.
             return False
@@ -181,19 +222,23 @@ class ReadWatch:
         return False
 
     def _warn(self, names: list[_Name], *, is_proven: bool) -> None:
-        self.is_over = True
-        worker = get_worker_info()
-        if worker is not None and worker.id:
-            return
         found = " and ".join([repr(name.attribute) for name in names if name.way == names[0].way][:3])
         depends = ", and the same batch read again has other samples by that" if is_proven else ""
         if_so = "A" if is_proven else "If samples depend on it, a"
-        warnings.warn(
+        self._say(
             f"{names[0].holder} changes {found} whenever samples are read{depends}. No checkpoint has that. {if_so} "
-            "resume is not exact: derive it from the index and the epoch.",
-            StatefulWarning,
-            stacklevel=2,
+            "resume is not exact: derive it from the index and the epoch."
         )
+
+    def _say(self, message: str) -> None:
+        self.is_over = True
+        worker = get_worker_info()
+        if worker is None or worker.id == 0:
+            warnings.warn(message, StatefulWarning, stacklevel=2)
+
+
+def _itself(samples: Any) -> Any:
+    return samples
 
 
 def _digest(samples: Any) -> dict[str, Any] | None:
@@ -203,33 +248,52 @@ def _digest(samples: Any) -> dict[str, Any] | None:
         return None
 
 
-def _snapshot(dataset: Any) -> dict[_Name, Any]:
-    """Values that are looked at, copied shallowly."""
-    outside: dict[str, Any] = named_outside(dataset)
-    found = {_Name("", type(dataset).__qualname__, name): _copied(value) for name, value in outside.items()}
-    for value, way, holder in islice(_users(dataset), _MOST_HOLDERS):
-        held = _named_by(value) if isinstance(value, FunctionType) else attributes_of(value)
-        found |= {_Name(way, holder, name): _copied(item) for name, item in held.items() if _is_looked_at(item)}
+def _snapshot(roots: Mapping[str, Any]) -> dict[_Name, Any]:
+    """What the user's objects hold, by name: values, and shallow copies of containers."""
+    found: dict[_Name, Any] = {}
+    for root, value in roots.items():
+        outside: dict[str, Any] = named_outside(value)
+        found |= {_Name(root, "", type(value).__qualname__, name): _copied(item) for name, item in outside.items()}
+    for value, place in islice(_users(roots), _MOST_HOLDERS):
+        is_function = isinstance(value, FunctionType)
+        held = _named_by(value) if is_function else attributes_of(value)
+        holder = value.__qualname__ if is_function else type(value).__qualname__
+        found |= {_Name(place.path[0], _way(place), holder, name): _copied(item) for name, item in held.items()}
     return found
 
 
-def _users(dataset: Any) -> Iterator[tuple[Any, str, str]]:
-    """Objects and functions of the user's that a dataset reaches, the way to each, see :class:`_Name`, and its name."""
+def _users(roots: Mapping[str, Any]) -> Iterator[tuple[Any, Place]]:
+    """Objects and functions of the user's that are reached, and the place of each."""
     seen: dict[int, Any] = {}
-    for place in reached({"dataset": dataset}):
+    for place in reached(roots):
         value = place.value
-        if id(value) in seen:
+        if id(value) in seen or isinstance(value, (type, ModuleType, DataLoader, Sampler)):
             continue
         seen[id(value)] = value
-        if isinstance(value, FunctionType):
-            if is_users(value.__module__):
-                yield value, "", value.__qualname__
-        elif is_users(type(value).__module__) and not isinstance(value, (type, ModuleType, DataLoader, Sampler)):
-            yield value, _way(place), type(value).__qualname__
+        if is_users(value.__module__ if isinstance(value, FunctionType) else type(value).__module__):
+            yield value, place
+
+
+def _held(roots: Mapping[str, Any]) -> list[Any]:
+    """The user's objects that attributes lead to."""
+    return [value for value, place in _users(roots) if _way(place)]
+
+
+def _is_held(before: dict[_Name, Any], now: dict[_Name, Any]) -> bool:
+    """Whether all that has changed are values that can be put back, in attributes of objects."""
+    changed = [name for name in {**before, **now} if not _is_same(before.get(name), now.get(name))]
+    return all(name.way and _is_looked_at(now.get(name)) and _is_looked_at(before.get(name)) for name in changed)
+
+
+def _size(value: Any) -> int:
+    """Bytes of arrays and tensors, those in a container too."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else [value]
+    return sum(int(one.nbytes) for one in items if isinstance(one, (torch.Tensor, np.ndarray)))
 
 
 def _way(place: Place) -> str:
-    above = place.above
+    """The attributes that lead to an object; empty for a function, and for what only a function leads to."""
+    above: Place | None = place
     while above is not None:
         if isinstance(above.value, FunctionType):
             return ""
@@ -273,7 +337,7 @@ def _copied(value: Any) -> Any:
 
 def _changes(before: dict[_Name, Any], now: dict[_Name, Any]) -> dict[_Name, tuple[Any, Any]]:
     """What was changed, and not only added to: the value before, None for a missing one, and now."""
-    pairs = {name: (before.get(name), value) for name, value in now.items()}
+    pairs = {name: (before.get(name), value) for name, value in now.items() if _is_looked_at(value)}
     return {name: pair for name, pair in pairs.items() if not _is_same(*pair) and not _is_added_to(*pair)}
 
 
@@ -312,12 +376,14 @@ def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:
     return all(of_numbers) or all(isinstance(now, (list, deque)) for _, now in pairs)
 
 
-def _is_repeatable(dataset: Any) -> bool:
-    """Whether nothing that a dataset reaches would be left otherwise by reading a batch once more, and put back.
+def _can_try(roots: Mapping[str, Any]) -> bool:
+    """Whether nothing that is reached would be left otherwise by reading a batch once more, and put back.
 
     Iterators, open files and counts shared by processes would, and other objects whose state is not known.
     """
-    for place in reached({"dataset": dataset}):
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    for place in reached(roots):
         value, kind = place.value, type(place.value)
         if hasattr(kind, "__next__") or isinstance(value, (DataLoader, Sampler)):
             return False
@@ -331,8 +397,7 @@ def _is_repeatable(dataset: Any) -> bool:
             items = list(value.values()) if isinstance(value, dict) else value
             if not {*map(type, items)} <= _FIXED:
                 return False
-    large = _large_arrays([value for value, way, _ in _users(dataset) if way])
-    return sum(int(one.nbytes) for one in large) <= _MOST_BYTES
+    return sum(int(one.nbytes) for one in _large_arrays(_held(roots))) <= _MOST_BYTES
 
 
 def _large_arrays(holders: list[Any]) -> list[Any]:

@@ -133,6 +133,30 @@ def cached(dataset: Any, index: int) -> Any:
     return dataset.samples.setdefault(index, index * 2) + random.random()
 
 
+def augmented(dataset: Any, index: int) -> Any:
+    if index not in dataset.samples:
+        dataset.samples[index] = index + random.random()
+    return dataset.samples[index]
+
+
+def from_table(dataset: Any, index: int) -> Any:
+    if dataset.table is None:
+        dataset.table = torch.randperm(SIZE)
+    return dataset.table[index]
+
+
+class Negatives:
+    """Draws a table when it collates for the first time."""
+
+    def __init__(self) -> None:
+        self.table: Any = None
+
+    def __call__(self, samples: Any) -> Any:
+        if self.table is None:
+            self.table = torch.randperm(500)
+        return samples, self.table[torch.randint(0, 500, (len(samples),))]
+
+
 HARMLESS = {
     "open": lambda: Remembers(
         opened,
@@ -176,15 +200,32 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
     assert words in warning
     assert ("read again has other samples" in warning) == is_proven
     assert "derive it from the index and the epoch" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
     assert str(read(make())[0]) == str(batches)
+
+
+DRAWN = {
+    "augmented": (lambda: Remembers(augmented, samples={}), None, "Remembers keeps 'samples'"),
+    "table": (lambda: Remembers(from_table, table=None), None, "Remembers keeps 'table'"),
+    "table of collate_fn": (lambda: range(SIZE), Negatives, "Negatives keeps 'table'"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_once_and_kept_is_warned_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, collate, words = DRAWN[name]
+    batches, (warning,) = read(make(), collate_fn=collate and collate())
+    assert words in warning
+    assert "Draw it in __init__" in warning
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
+    assert str(read(make(), collate_fn=collate and collate())[0]) == str(batches)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, said = read(HARMLESS[name](), shuffle=True)
     assert said == []
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
     assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
 
 
@@ -200,9 +241,13 @@ def test_what_cannot_be_put_back_is_not_read_again() -> None:
 
 def test_in_a_worker_it_is_warned_of_too() -> None:
     # The tests' filters make an error of it there, which is the batch's.
-    loader = StatefulLoader(Queue(len, held=deque(maxlen=8)), batch_size=4, seed=0, num_workers=2)
-    with pytest.raises(StatefulWarning, match="Queue changes 'held'"):
-        list(loader)
+    for dataset, collate, words in (
+        (Queue(len, held=deque(maxlen=8)), None, "Queue changes 'held'"),
+        (range(SIZE), Negatives(), "Negatives keeps 'table'"),
+    ):
+        loader = StatefulLoader(dataset, batch_size=4, seed=0, num_workers=2, collate_fn=collate)
+        with pytest.raises(StatefulWarning, match=words):
+            list(loader)
 
 
 def test_evaluation_and_plain_loaders_are_left_alone() -> None:
