@@ -43,7 +43,8 @@ _REPEATABLE = frozenset(
     re.findall(
         r"\w+",
         "__main__ builtins types collections functools operator _operator re pathlib datetime decimal enum random "
-        "typing abc string numpy torch torchvision PIL h5py datasets pyarrow _thread torchdata lightning_stateful",
+        "logging typing abc string numpy torch torchvision PIL h5py datasets pyarrow _thread torchdata "
+        "lightning_stateful",
     )
 )
 
@@ -99,6 +100,10 @@ class ReadWatch:
         # Before the first batch was read: what is held, and a function that reads it again.
         self._first: tuple[HeldState, dict[_Name, Any], Again] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker looks by itself.
+        return vars(ReadWatch(self._dataset, self._collate)) | {"is_over": self.is_over}
+
     def note(self, samples: T) -> T:
         """Note the content of the samples that were read."""
         if not self.is_over:
@@ -130,6 +135,9 @@ class ReadWatch:
         if get_worker_info() is None:
             self._try_first()
         self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
+        if self.is_over:
+            # Nothing of the user's is kept alive.
+            self._first, self._changes = None, {}
         return result
 
     @property
@@ -179,14 +187,11 @@ class ReadWatch:
         finally:
             present.restore()
         if depends:
-            self._warn_of_drawn(min(left, key=len))
-
-    def _warn_of_drawn(self, name: _Name) -> None:
-        self._say(
-            f"{name.holder} keeps {name.attribute!r} from the first batch that a process reads, and samples depend on "
-            "it. No checkpoint has that, and each worker keeps its own, so a resume is not exact. Draw it in __init__; "
-            "of a cache, keep what is read, and draw after that."
-        )
+            self._say(
+                f"{left[0].holder} keeps {_joined(left)} from the first batch that a process reads, and samples depend "
+                "on it. No checkpoint has that, and each worker keeps its own, so a resume is not exact. Draw it in "
+                "__init__; of a cache, keep what is read, and draw after that."
+            )
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a value; where none could be read again, of counts and queues only."""
@@ -222,12 +227,11 @@ class ReadWatch:
         return False
 
     def _warn(self, names: list[_Name], *, is_proven: bool) -> None:
-        found = " and ".join([repr(name.attribute) for name in names if name.way == names[0].way][:3])
         depends = ", and the same batch read again has other samples by that" if is_proven else ""
         if_so = "A" if is_proven else "If samples depend on it, a"
         self._say(
-            f"{names[0].holder} changes {found} whenever samples are read{depends}. No checkpoint has that. {if_so} "
-            "resume is not exact: derive it from the index and the epoch."
+            f"{names[0].holder} changes {_joined(names)} whenever samples are read{depends}. No checkpoint has that. "
+            f"{if_so} resume is not exact: derive it from the index and the epoch."
         )
 
     def _say(self, message: str) -> None:
@@ -235,6 +239,11 @@ class ReadWatch:
         worker = get_worker_info()
         if worker is None or worker.id == 0:
             warnings.warn(message, StatefulWarning, stacklevel=2)
+
+
+def _joined(names: list[_Name]) -> str:
+    """The names of the first one's holder, three at most."""
+    return " and ".join([repr(name.attribute) for name in names if name[:3] == names[0][:3]][:3])
 
 
 def _itself(samples: Any) -> Any:
@@ -367,13 +376,21 @@ def _is_added_to(was: Any, now: Any) -> bool:
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:
-    """Whether changes are those of a number that only grows or falls, of a dict of numbers, or of a list or deque."""
+    """Whether changes are those of a number that only grows or falls, a dict of numbers, a deque or a list of such."""
     pairs = [pair for pair in changes if pair[0] is not None]
     if all(isinstance(one, (int, float)) for pair in pairs for one in pair):
         return len({was < now for was, now in pairs}) == 1
     numbers = (int, float, np.number)
     of_numbers = (isinstance(now, dict) and all(isinstance(one, numbers) for one in now.values()) for _, now in pairs)
-    return all(of_numbers) or all(isinstance(now, (list, deque)) for _, now in pairs)
+    return all(of_numbers) or all(map(_moves_on, *zip(*pairs, strict=True)))
+
+
+def _moves_on(was: Any, now: Any) -> bool:
+    """Whether a deque has changed, or of a list items were taken from one end, and others perhaps added."""
+    if isinstance(now, list) and isinstance(was, list):
+        taken = (number for number in range(1, len(was)) if _is_same(was[number:], now[: len(was) - number]))
+        return (0 < len(now) < len(was) and _is_same(was[: len(now)], now)) or any(taken)
+    return isinstance(now, deque) and isinstance(was, deque)
 
 
 def _can_try(roots: Mapping[str, Any]) -> bool:
