@@ -430,7 +430,8 @@ class BatchReader:
         is_seeded, watch, held = self._batches.seed is not None, self._collate_watch, self._held
         if watch is not None and not watch.is_over:
             collate = partial(watch.around, collate)
-        run, reads = isolate if isolated else _read_seeded, self._reads
+        run = isolate if isolated else _read_seeded
+        reads = None if self._reads is None or self._reads.is_over else self._reads
 
         def fetch() -> Any:
             index = next(batches)

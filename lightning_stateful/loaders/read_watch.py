@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import re
 import threading
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from operator import is_
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -196,7 +197,8 @@ class ReadWatch:
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a value; where none could be read again, of counts and queues only."""
         is_often = len(changes) >= _LEAST_CHANGES and self._num_looks in (len(changes), _NUM_LOOKS)
-        return is_often and name not in self._harmless and (name in self._carried or _is_count_or_queue(changes))
+        is_kept = is_often and name not in self._harmless and (name in self._carried or _is_count_or_queue(changes))
+        return is_kept and _is_used(self._roots, name.attribute.rpartition(".")[2])
 
     def _depends(self, names: set[_Name], again: Again) -> bool:
         """Whether samples depend on what was read before, where that can be tried; else False."""
@@ -373,6 +375,47 @@ def _is_added_to(was: Any, now: Any) -> bool:
     if isinstance(was, frozenset) and isinstance(now, frozenset):
         return was <= now
     return type(was) is type(now) and isinstance(was, (list, tuple)) and _is_same(was, now[: len(was)])
+
+
+# Functions by which samples are read, and those that only put something into a container.
+_READ, _PUT = {"__getitem__", "__getitems__", "__call__", "forward"}, {"append", "appendleft", "add", "extend"}
+_BY_NAME = {"getattr", "vars", "__dict__", "__getstate__", "deepcopy", "copy"}
+
+
+def _is_used(roots: Mapping[str, Any], name: str) -> bool:
+    """Whether code that reads samples does more with an attribute or variable than to count it up.
+
+    False for ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, where nothing else in the
+    functions that the reading may call names it.
+    """
+    places = [place for place in reached(roots) if isinstance(place.value, FunctionType)]
+    functions = [place.value for place in places if is_users(place.value.__module__)]
+    called = {*_READ, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
+    while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
+        called |= more
+    codes = [one.__code__ for one in functions if one.__name__ in called]
+    return bool(called & _BY_NAME) or any(_is_used_in(code, name) for code in codes)
+
+
+def _is_method(place: Place) -> bool:
+    above = place.above
+    return above is not None and getattr(type(above.value), place.value.__name__, None) is place.value
+
+
+def _is_used_in(code: CodeType, name: str) -> bool:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
+    stored = {step.argval for step in steps if step.opname.startswith("STORE_")}
+    for number, step in enumerate(steps):
+        if step.argval != name or not step.opname.startswith("LOAD_") or step.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
+            continue
+        # Of an augmented assignment the object, or container and key, are on the stack twice.
+        behind = [*steps[number + 1 : number + 4], *[step] * 3]
+        is_counted = steps[number - 1].opname in ("COPY", "DUP_TOP") and name in stored
+        is_counted |= behind[0].opname.startswith("LOAD_") and behind[1].opname in ("COPY", "DUP_TOP_TWO")
+        is_summed = behind[2].opname.startswith("STORE_") and behind[2].argval == name
+        if not (is_counted or is_summed or behind[0].argval in _PUT):
+            return True
+    return any(_is_used_in(part, name) for part in code.co_consts if isinstance(part, CodeType))
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:

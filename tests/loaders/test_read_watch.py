@@ -45,7 +45,7 @@ class Transform:
 
     def __call__(self, dataset: Any, index: int) -> float:
         self.calls += 1
-        return index / 2
+        return index / 2 + (self.calls > 99)
 
 
 class Queue(Remembers):
@@ -64,7 +64,7 @@ class CountsInClass(Remembers):
 
     def __getitem__(self, index: int) -> Any:
         CountsInClass.count += 1
-        return index
+        return min(index, CountsInClass.count + SIZE)
 
 
 COUNTS = {"all": 0}
@@ -72,7 +72,7 @@ COUNTS = {"all": 0}
 
 def counts_in_module(dataset: Any, index: int) -> int:
     COUNTS["all"] += 1
-    return index
+    return min(index, COUNTS["all"] + SIZE)
 
 
 def counts_in_closure() -> Any:
@@ -81,7 +81,7 @@ def counts_in_closure() -> Any:
     def read(dataset: Any, index: int) -> int:
         nonlocal count
         count += 1
-        return index
+        return min(index, count + SIZE)
 
     return read
 
@@ -157,7 +157,31 @@ class Negatives:
         return samples, self.table[torch.randint(0, 500, (len(samples),))]
 
 
+class Counts(Remembers):
+    """Counts in many ways, and reads by none of it."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        global NUM_READ
+        NUM_READ += 1
+        Counts.count += 1
+        self.reads += 1
+        self.by_key[0] += index  # type: ignore[attr-defined]
+        self.times.append(self.reads_of(index))  # type: ignore[attr-defined]
+        return index
+
+    def reads_of(self, index: int) -> int:
+        COUNTS["all"] += 1
+        return index
+
+    def report(self) -> int:
+        return self.reads + NUM_READ
+
+
+NUM_READ = 0
 HARMLESS = {
+    "counts": lambda: Counts(len, reads=0, by_key=[0], times=deque(maxlen=9)),
     "open": lambda: Remembers(
         opened,
         index=0,
