@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -379,6 +379,7 @@ def _is_added_to(was: Any, now: Any) -> bool:
 
 # Functions by which samples are read, and those that only put something into a container.
 _READ, _PUT = {"__getitem__", "__getitems__", "__call__", "forward"}, {"append", "appendleft", "add", "extend"}
+_LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
 _BY_NAME = {"getattr", "vars", "__dict__", "__getstate__", "deepcopy", "copy"}
 
 
@@ -406,16 +407,27 @@ def _is_used_in(code: CodeType, name: str) -> bool:
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
     stored = {step.argval for step in steps if step.opname.startswith("STORE_")}
     for number, step in enumerate(steps):
-        if step.argval != name or not step.opname.startswith("LOAD_") or step.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
+        if step.argval != name or step.opname not in _LOADS:
             continue
-        # Of an augmented assignment the object, or container and key, are on the stack twice.
         behind = [*steps[number + 1 : number + 4], *[step] * 3]
+        # Of an augmented assignment the object is on the stack twice.
         is_counted = steps[number - 1].opname in ("COPY", "DUP_TOP") and name in stored
-        is_counted |= behind[0].opname.startswith("LOAD_") and behind[1].opname in ("COPY", "DUP_TOP_TWO")
         is_summed = behind[2].opname.startswith("STORE_") and behind[2].argval == name
-        if not (is_counted or is_summed or behind[0].argval in _PUT):
+        if not (is_counted or is_summed or behind[0].argval in _PUT or _is_item_counted(steps[number + 1 :])):
             return True
     return any(_is_used_in(part, name) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def _is_item_counted(steps: list[dis.Instruction]) -> bool:
+    """Whether steps behind the loading of a container are those of ``container[key] += number``, for any key."""
+    depth = 1
+    for step, following in pairwise(steps):
+        if depth == 2 and (step.opname == "DUP_TOP_TWO" or step.opname == following.opname == "COPY"):
+            return True
+        depth += dis.stack_effect(step.opcode, step.arg)
+        if depth < 2:
+            return False
+    return False
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:

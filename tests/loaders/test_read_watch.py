@@ -70,6 +70,13 @@ class CountsInClass(Remembers):
 COUNTS = {"all": 0}
 
 
+def by_bins(dataset: Any, index: int) -> int:
+    bins = [0, 0]
+    dataset.reads[index % 2] += 1
+    bins[dataset.reads[0] > 15] += index
+    return bins[0]
+
+
 def counts_in_module(dataset: Any, index: int) -> int:
     COUNTS["all"] += 1
     return min(index, COUNTS["all"] + SIZE)
@@ -167,7 +174,7 @@ class Counts(Remembers):
         NUM_READ += 1
         Counts.count += 1
         self.reads += 1
-        self.by_key[0] += index  # type: ignore[attr-defined]
+        self.by_key[index % 2] += index  # type: ignore[attr-defined]
         self.times.append(self.reads_of(index))  # type: ignore[attr-defined]
         return index
 
@@ -181,7 +188,7 @@ class Counts(Remembers):
 
 NUM_READ = 0
 HARMLESS = {
-    "counts": lambda: Counts(len, reads=0, by_key=[0], times=deque(maxlen=9)),
+    "counts": lambda: Counts(len, reads=0, by_key=[0, 0], times=deque(maxlen=9)),
     "open": lambda: Remembers(
         opened,
         index=0,
@@ -196,6 +203,7 @@ HARMLESS = {
 }
 REMEMBERING = {
     "count": (lambda: Remembers(by_reads, reads=0), "Remembers changes 'reads' whenever", False),
+    "counts by key": (lambda: Remembers(by_bins, reads=[0, 0]), "Remembers changes 'reads'", False),
     "count of a transform": (lambda: Subset(Remembers(Transform()), range(SIZE)), "Transform changes 'calls'", False),
     "count in the class": (lambda: CountsInClass(len), "CountsInClass changes 'CountsInClass.count'", False),
     "count in a module": (lambda: Remembers(counts_in_module), "counts_in_module changes 'COUNTS'", False),
