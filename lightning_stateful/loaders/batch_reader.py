@@ -189,7 +189,8 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
-        self._reads = ReadWatch(dataset, options["collate_fn"] if is_batched else None) if watches_collate else None
+        collate = options["collate_fn"] if is_batched else None
+        self._reads = ReadWatch(dataset, collate, self._collate_watch) if watches_collate else None
         self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
         users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.dataset_content import bytes_of, digest_of_batch, is_same_batch
-from lightning_stateful.loaders.held_state import HeldState
+from lightning_stateful.loaders.held_state import CollateWatch, HeldState
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
     PLAIN,
@@ -84,13 +84,16 @@ class ReadWatch:
     Args:
         dataset: The dataset.
         collate_fn: Collates samples where the first batch is read again; None where they are not collated.
+        collate_watch: Is over once this one has warned of the ``collate_fn``.
 
     Attributes:
         is_over: Whether nothing is looked at any more.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None = None) -> None:
-        self._dataset, self._collate = dataset, collate_fn
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any] | None = None, collate_watch: CollateWatch | None = None
+    ) -> None:
+        self._dataset, self._collate, self._collate_watch = dataset, collate_fn, collate_watch
         self.is_over = False
         self._num_looks = 0
         self._content: dict[str, Any] | None = None
@@ -103,7 +106,7 @@ class ReadWatch:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
-        return vars(ReadWatch(self._dataset, self._collate)) | {"is_over": self.is_over}
+        return vars(ReadWatch(self._dataset, self._collate, self._collate_watch)) | {"is_over": self.is_over}
 
     def note(self, samples: T) -> T:
         """Note the content of the samples that were read."""
@@ -188,10 +191,15 @@ class ReadWatch:
         finally:
             present.restore()
         if depends:
+            remedy = "of a cache, keep what is read, and draw after that"
+            if left[0].root == "collate_fn":
+                remedy = "join samples from batch to batch in a stream in its place (StreamDataModule)"
+                if self._collate_watch is not None:
+                    self._collate_watch.is_over = True
             self._say(
                 f"{left[0].holder} keeps {_joined(left)} from the first batch that a process reads, and samples depend "
                 "on it. No checkpoint has that, and each worker keeps its own, so a resume is not exact. Draw it in "
-                "__init__; of a cache, keep what is read, and draw after that."
+                f"__init__; {remedy}."
             )
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:

@@ -187,6 +187,19 @@ class Counts(Remembers):
 
 
 NUM_READ = 0
+
+
+class Joins:
+    """Adds a sample of the batch before."""
+
+    def __init__(self) -> None:
+        self.last: list[Any] = [-1]
+
+    def __call__(self, samples: Any) -> Any:
+        joined, self.last = [*samples, *self.last], samples[:1]
+        return joined
+
+
 HARMLESS = {
     "counts": lambda: Counts(len, reads=0, by_key=[0, 0], times=deque(maxlen=9)),
     "open": lambda: Remembers(
@@ -232,7 +245,7 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
     assert words in warning
     assert ("read again has other samples" in warning) == is_proven
     assert "derive it from the index and the epoch" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
     assert str(read(make())[0]) == str(batches)
 
 
@@ -240,6 +253,7 @@ DRAWN = {
     "augmented": (lambda: Remembers(augmented, samples={}), None, "Remembers keeps 'samples'"),
     "table": (lambda: Remembers(from_table, table=None), None, "Remembers keeps 'table'"),
     "table of collate_fn": (lambda: range(SIZE), Negatives, "Negatives keeps 'table'"),
+    "buffer of collate_fn": (lambda: range(SIZE), Joins, "Joins keeps 'last'"),
 }
 
 
@@ -249,7 +263,7 @@ def test_what_is_drawn_once_and_kept_is_warned_of(name: str, monkeypatch: pytest
     batches, (warning,) = read(make(), collate_fn=collate and collate())
     assert words in warning
     assert "Draw it in __init__" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
     assert str(read(make(), collate_fn=collate and collate())[0]) == str(batches)
 
 
@@ -257,7 +271,7 @@ def test_what_is_drawn_once_and_kept_is_warned_of(name: str, monkeypatch: pytest
 def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, said = read(HARMLESS[name](), shuffle=True)
     assert said == []
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda dataset, collate_fn: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
     assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
 
 
