@@ -27,6 +27,7 @@ from lightning_stateful.loaders.planned_batches import (
     ShownSampler,
     users_sampler,
 )
+from lightning_stateful.loaders.read_watch import ReadWatch
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
@@ -53,13 +54,16 @@ class SeededDataset(Dataset[Any]):
     Args:
         dataset: A map-style dataset.
         held: The generators to be seeded too; None for those that the dataset holds.
-        watch: Looks at the ``collate_fn`` between batches.
+        watch: A :class:`CollateWatch`, which looks at the ``collate_fn`` between batches.
+        reads: Looks at the dataset before and after each of the first batches.
     """
 
-    def __init__(self, dataset: Any, held: HeldGenerators | None = None, watch: CollateWatch | None = None) -> None:
+    def __init__(
+        self, dataset: Any, held: HeldGenerators | None = None, watch: Any = None, reads: ReadWatch | None = None
+    ) -> None:
         held = held or HeldGenerators(dataset=dataset)
         # The seed of what is read by hand, and how often that was done under it.
-        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch, _by_hand=None)
+        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch, _reads=reads, _by_hand=None)
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling asks for attributes before __dict__ is filled.
@@ -105,7 +109,10 @@ class SeededDataset(Dataset[Any]):
         return samples
 
     def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
-        held = vars(self)["_held_generators"]
+        held, reads = vars(self)["_held_generators"], vars(self)["_reads"]
+        if reads is not None and not reads.is_over:
+            noted = partial(held, seed, partial(_read_seeded, seed, lambda: reads.note(read())))
+            return reads(noted, partial(_read_again, held, seed, read))
         if not held.is_idle:
             return held(seed, partial(_read_seeded, seed, read))
         return _read_seeded(seed, read)
@@ -117,6 +124,15 @@ def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
         # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
         object.__setattr__(worker, "seed", torch.initial_seed())
     return read()
+
+
+def _read_again(
+    held: HeldGenerators, seed: int, read: Callable[[], Any], number: int, collate: Callable[[Any], Any]
+) -> Any:
+    """Read samples once more under their seed, or under the ``number``-th other one, and leave all generators alone."""
+    seed = mixed_seed(seed, number) if number else seed
+    with keep_randomness():
+        return held.isolated(seed, partial(_read_seeded, seed, lambda: collate(read())))
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -173,6 +189,8 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
+        collate = options["collate_fn"] if is_batched else None
+        self._reads = ReadWatch(dataset, collate, self._collate_watch) if watches_collate else None
         self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
         users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
@@ -183,7 +201,7 @@ class BatchReader:
         # Past torch's guard against changes: workers begin anew.
         vars(original).update(
             options,
-            dataset=dataset if seed is None else SeededDataset(dataset, self._held, self._collate_watch),
+            dataset=dataset if seed is None else SeededDataset(dataset, self._held, self._collate_watch, self._reads),
             generator=self._generator,
             _iterator=None,
             **sampler,
@@ -299,9 +317,10 @@ class BatchReader:
         if is_own and batches.seed is not None:
             seed = derive_seed("iteration", batches.seed, plan.epoch)
             fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
-        if self._collate_watch is not None and loader.num_workers:
-            # Workers of later passes need not look again.
-            self._collate_watch.is_over = True
+        for looks in (self._collate_watch, self._reads):
+            if looks is not None and loader.num_workers:
+                # Workers of later passes need not look again.
+                looks.is_over = True
         if batches.seed is not None and (is_own or not loader.num_workers):
             # Worker processes have generators of their own; here the model uses the same ones.
             fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
@@ -411,13 +430,16 @@ class BatchReader:
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
         is_seeded, watch, held = self._batches.seed is not None, self._collate_watch, self._held
         if watch is not None and not watch.is_over:
-            collate = partial(_watched_collate, watch, collate)
+            collate = partial(watch.around, collate)
         run = isolate if isolated else _read_seeded
+        reads = None if self._reads is None or self._reads.is_over else self._reads
 
         def fetch() -> Any:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
             try:
+                if reads is not None and not reads.is_over:
+                    return _read_watched(reads, seed, held, run, partial(read, index), collate)
                 if seed is None:
                     return collate(read(index))
                 if held.is_idle:
@@ -438,13 +460,15 @@ def _next_or(fetch: Callable[[], Any], end: object) -> Any:
         return end
 
 
-def _watched_collate(watch: CollateWatch, collate: Callable[[Any], Any], samples: Any) -> Any:
-    if watch.is_over:
-        return collate(samples)
-    watch.before()
-    batch = collate(samples)
-    watch.after()
-    return batch
+def _read_watched(
+    reads: ReadWatch, seed: int | None, held: HeldGenerators, run: Any, read: Callable[[], Any], collate: Any
+) -> Any:
+    def batch() -> Any:
+        return collate(reads.note(read()))
+
+    if seed is None:
+        return reads(batch, None)
+    return reads(partial(held.isolated, seed, partial(run, seed, batch)), partial(_read_again, held, seed, read))
 
 
 def _shown_samplers(users: tuple[Any, Any], batches: PlannedBatches, *, cuts_samples: bool) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -141,6 +141,8 @@ def _copied(value: Any, *, containers: bool) -> Any:
     if isinstance(value, FunctionType):
         return closure_of(value)
     # Of a subclass what it holds as its base: methods of its own are not called.
+    if isinstance(value, OrderedDict):
+        return OrderedDict(OrderedDict.items(value))
     kinds: tuple[Any, ...] = (list, set, dict, bytearray)
     for kind in kinds:
         if isinstance(value, kind):
@@ -173,6 +175,11 @@ def _put_back(value: Any, copied: Any) -> None:
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, copied)
+    elif isinstance(value, OrderedDict):
+        # It keeps its order beside the dict that it is.
+        OrderedDict.clear(value)
+        for key, item in copied.items():
+            OrderedDict.__setitem__(value, key, item)
     elif isinstance(value, dict):
         dict.clear(value)
         dict.update(value, copied)
@@ -283,6 +290,15 @@ class CollateWatch:
         worker = get_worker_info()
         if found and (worker is None or worker.id == 0):
             self._warn(min(found, key=len))
+
+    def around(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        """Collate samples, and look before and after."""
+        if self.is_over:
+            return collate(samples)
+        self.before()
+        batch = collate(samples)
+        self.after()
+        return batch
 
     def _contents(self) -> dict[str, bytes]:
         self._held = HeldState(self._collate_fn)

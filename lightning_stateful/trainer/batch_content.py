@@ -271,10 +271,12 @@ class BatchContent:
             return once
         if not is_first:
             rank_zero_warn(
-                f"{name} has another content whenever it is read: the dataset draws from the system's entropy, or from "
-                "a generator that is out of reach. The resume is not exact, unless what is drawn does not matter, and "
-                "nobody can tell whether the data are those of the checkpoint. Draw from torch's, NumPy's or Python's "
-                "global generators in the dataset, or from generators that are its attributes.",
+                f"{name} has another content whenever it is read. Either the dataset, a transform or the collate_fn "
+                "remembers what was read (a count of reads, a queue, the sample before), or it draws from the system's "
+                "entropy or from a generator that is out of reach. The resume is not exact, unless this does not "
+                "matter, and nobody can tell whether the data are those of the checkpoint. Derive samples from the "
+                "index and the epoch. Draw from torch's, NumPy's or Python's global generators, or from generators "
+                "that are attributes of the dataset.",
                 category=StatefulWarning,
             )
         return None

@@ -301,9 +301,9 @@ class SamplerMemory:
         if is_first and expected not in (None, found) and "nondeterministic" not in order.accept:
             self._warn(
                 f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
-                "training: it depends on training, time, a thread or another process. A resume from here is exact only "
-                "if it yields the same again. Within an epoch anything else is refused; where an epoch begins, nobody "
-                "can tell.",
+                "training: it depends on a count or a generator of its own that no attribute holds, or on training, "
+                "time, a thread or another process. A resume from here is exact only if it yields the same again. "
+                "Within an epoch anything else is refused; where an epoch begins, nobody can tell.",
                 once="trial",
             )
 

@@ -1,0 +1,303 @@
+"""A dataset that remembers what was read is warned of once by name, and no other; what is trained on stays the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
+
+from lightning_stateful import StatefulLoader
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders import batch_reader
+
+SIZE = 40
+
+
+class Remembers(Dataset[Any]):
+    """A dataset with a function that reads a sample, and a place to remember something."""
+
+    count = 0
+
+    def __init__(self, read: Callable[[Any, int], Any], **held: Any) -> None:
+        self.read = read
+        vars(self).update(held)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self, index)
+
+
+class Transform:
+    """Counts what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, dataset: Any, index: int) -> float:
+        self.calls += 1
+        return index / 2 + (self.calls > 99)
+
+
+class Queue(Remembers):
+    """Mixes a sample with one that was read before."""
+
+    def __getitem__(self, index: int) -> Any:
+        other = random.choice(self.held) if self.held else -1  # type: ignore[attr-defined]
+        self.held.append(index)  # type: ignore[attr-defined]
+        return index, other
+
+
+class CountsInClass(Remembers):
+    """Counts in its class."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        CountsInClass.count += 1
+        return min(index, CountsInClass.count + SIZE)
+
+
+COUNTS = {"all": 0}
+
+
+def by_bins(dataset: Any, index: int) -> int:
+    bins = [0, 0]
+    dataset.reads[index % 2] += 1
+    bins[dataset.reads[0] > 15] += index
+    return bins[0]
+
+
+def counts_in_module(dataset: Any, index: int) -> int:
+    COUNTS["all"] += 1
+    return min(index, COUNTS["all"] + SIZE)
+
+
+def counts_in_closure() -> Any:
+    count = 0
+
+    def read(dataset: Any, index: int) -> int:
+        nonlocal count
+        count += 1
+        return min(index, count + SIZE)
+
+    return read
+
+
+def with_partner(dataset: Any, index: int) -> Any:
+    partner, dataset.last = dataset.last, index
+    return index, partner
+
+
+def by_reads(dataset: Any, index: int) -> int:
+    dataset.reads += 1
+    return index + (100 if dataset.reads > 30 else 0)
+
+
+def shuffled_at_0(dataset: Any, index: int) -> Any:
+    if index == 0:
+        dataset.epoch += 1
+        random.Random(dataset.epoch).shuffle(dataset.order)
+    return dataset.order[index]
+
+
+def counted(dataset: Any, index: int) -> Any:
+    return index + next(dataset.numbers)
+
+
+def takes(dataset: Any, index: int) -> Any:
+    dataset.number = index
+    return dataset.held.pop()
+
+
+def opened(dataset: Any, index: int) -> Any:
+    """Keeps one shard open, the number of the sample that is being read, and a cache of bounded size."""
+    dataset.index = index
+    if dataset.shard != index % 3:
+        dataset.shard, dataset.values = index % 3, torch.arange(3) * (index % 3)
+    dataset.cache[index] = dataset.cache.pop(index, index * 2)
+    if len(dataset.cache) > 2:
+        dataset.cache.popitem(last=False)
+    dataset.recent.append(index)
+    del dataset.recent[:-4]
+    dataset.flip = dataset.rng.random() < 0.5
+    return dataset.values + dataset.flip
+
+
+def cached(dataset: Any, index: int) -> Any:
+    dataset.handle = dataset.handle or object()
+    dataset.seen.add(index)
+    dataset.buffer += index
+    return dataset.samples.setdefault(index, index * 2) + random.random()
+
+
+def augmented(dataset: Any, index: int) -> Any:
+    if index not in dataset.samples:
+        dataset.samples[index] = index + random.random()
+    return dataset.samples[index]
+
+
+def from_table(dataset: Any, index: int) -> Any:
+    if dataset.table is None:
+        dataset.table = torch.randperm(SIZE)
+    return dataset.table[index]
+
+
+class Negatives:
+    """Draws a table when it collates for the first time."""
+
+    def __init__(self) -> None:
+        self.table: Any = None
+
+    def __call__(self, samples: Any) -> Any:
+        if self.table is None:
+            self.table = torch.randperm(500)
+        return samples, self.table[torch.randint(0, 500, (len(samples),))]
+
+
+class Counts(Remembers):
+    """Counts in many ways, and reads by none of it."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        global NUM_READ
+        NUM_READ += 1
+        Counts.count += 1
+        self.reads += 1
+        self.by_key[index % 2] += index  # type: ignore[attr-defined]
+        self.times.append(self.reads_of(index))  # type: ignore[attr-defined]
+        return index
+
+    def reads_of(self, index: int) -> int:
+        COUNTS["all"] += 1
+        return index
+
+    def report(self) -> int:
+        return self.reads + NUM_READ
+
+
+NUM_READ = 0
+
+
+class Joins:
+    """Adds a sample of the batch before."""
+
+    def __init__(self) -> None:
+        self.last: list[Any] = [-1]
+
+    def __call__(self, samples: Any) -> Any:
+        joined, self.last = [*samples, *self.last], samples[:1]
+        return joined
+
+
+HARMLESS = {
+    "counts": lambda: Counts(len, reads=0, by_key=[0, 0], times=deque(maxlen=9)),
+    "open": lambda: Remembers(
+        opened,
+        index=0,
+        shard=-1,
+        values=None,
+        cache=OrderedDict(),
+        recent=[1, 2, 3, 4],
+        flip=False,
+        rng=random.Random(),
+    ),
+    "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
+}
+REMEMBERING = {
+    "count": (lambda: Remembers(by_reads, reads=0), "Remembers changes 'reads' whenever", False),
+    "counts by key": (lambda: Remembers(by_bins, reads=[0, 0]), "Remembers changes 'reads'", False),
+    "count of a transform": (lambda: Subset(Remembers(Transform()), range(SIZE)), "Transform changes 'calls'", False),
+    "count in the class": (lambda: CountsInClass(len), "CountsInClass changes 'CountsInClass.count'", False),
+    "count in a module": (lambda: Remembers(counts_in_module), "counts_in_module changes 'COUNTS'", False),
+    "count in a closure": (lambda: Remembers(counts_in_closure()), "counts_in_closure.<locals>.read changes 'c", False),
+    "partner": (lambda: Remembers(with_partner, last=0), "Remembers changes 'last'", True),
+    "queue": (lambda: StackDataset(Queue(len, held=deque(maxlen=8))), "Queue changes 'held'", True),
+    "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "'held' and 'number'", True),
+    "reshuffled": (lambda: Remembers(shuffled_at_0, epoch=0, order=[*range(SIZE)]), "'epoch' and 'order'", True),
+}
+
+
+def read(dataset: Any, **options: Any) -> tuple[list[Any], list[str]]:
+    """The batches of two passes, and the warnings."""
+    loader = StatefulLoader(dataset, batch_size=4, seed=0, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = [*loader, *loader]
+    return batches, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words, is_proven = REMEMBERING[name]
+    batches, said = read(make())
+    (warning,) = said
+    assert words in warning
+    assert ("read again has other samples" in warning) == is_proven
+    assert "derive it from the index and the epoch" in warning
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    assert str(read(make())[0]) == str(batches)
+
+
+DRAWN = {
+    "augmented": (lambda: Remembers(augmented, samples={}), None, "Remembers keeps 'samples'"),
+    "table": (lambda: Remembers(from_table, table=None), None, "Remembers keeps 'table'"),
+    "table of collate_fn": (lambda: range(SIZE), Negatives, "Negatives keeps 'table'"),
+    "buffer of collate_fn": (lambda: range(SIZE), Joins, "Joins keeps 'last'"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_once_and_kept_is_warned_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, collate, words = DRAWN[name]
+    batches, (warning,) = read(make(), collate_fn=collate and collate())
+    assert words in warning
+    assert "Draw it in __init__" in warning
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    assert str(read(make(), collate_fn=collate and collate())[0]) == str(batches)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, said = read(HARMLESS[name](), shuffle=True)
+    assert said == []
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
+
+
+def test_what_cannot_be_put_back_is_not_read_again() -> None:
+    # An iterator would be moved on; the number in hand may be none that is carried over.
+    numbers = itertools.count()
+    batches, said = read(
+        Remembers(lambda self, index: (setattr(self, "last", index), counted(self, index))[1], numbers=numbers, last=0),
+        shuffle=True,
+    )
+    assert (len(batches), next(numbers), said) == (20, 80, [])
+
+
+def test_in_a_worker_it_is_warned_of_too() -> None:
+    # The tests' filters make an error of it there, which is the batch's.
+    for dataset, collate, words in (
+        (Queue(len, held=deque(maxlen=8)), None, "Queue changes 'held'"),
+        (range(SIZE), Negatives(), "Negatives keeps 'table'"),
+    ):
+        loader = StatefulLoader(dataset, batch_size=4, seed=0, num_workers=2, collate_fn=collate)
+        with pytest.raises(StatefulWarning, match=words):
+            list(loader)
+
+
+def test_evaluation_and_plain_loaders_are_left_alone() -> None:
+    assert read(Remembers(by_reads, reads=0), exact=True)[1] == []
+    dataset = Remembers(by_reads, reads=0)
+    list(DataLoader(dataset))
+    assert dataset.reads == SIZE
