@@ -223,8 +223,9 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
         steps: Steps of it that a run had trained by the checkpoint.
     """
     notes = [
-        f"epoch {epoch} is listed as of the present ranks, batch size and seed. Whether it was begun with others a "
-        "checkpoint does not say; a ledger does (StatefulDataCallback(ledger=...))."
+        f"epoch {epoch} is listed as of the present ranks, batch size and seed. Whether it was begun with others, "
+        "or left before its end (on_train_batch_start returned -1), a checkpoint does not say; a ledger does "
+        "(StatefulDataCallback(ledger=...))."
     ]
     computed = dict(walk(data.combined.state_at(epoch, steps)))
     for path, state in checkpoint.loaders.items():

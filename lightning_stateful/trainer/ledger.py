@@ -79,6 +79,9 @@ class LedgerWriter:
         self._has_peers = False
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
+        # Lightning's counters of batches, and how many it had given to training_step as this one began.
+        self._progress: Any = None
+        self._started = 0
         self._due: tuple[int, int] | None = None
         # Whether the key has given what a ledger can hold: what it does from then on ends no run.
         self._key_works = False
@@ -229,13 +232,17 @@ class LedgerWriter:
             return
         began, parts = time.perf_counter() - self._began_at, chain.from_iterable(fetched.parts.values())
         self._begun = begun = Batch(*next_step(trainer), tuple(parts), began, fetched.waited)
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._started = self._progress.current.started
         self._write(lambda file: file.add(begun))
         if self._has_peers:
             # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.
             self._write(LedgerFile.flush)
 
     def end_batch(self) -> None:
-        """The batch has been trained on."""
+        """The batch has been trained on, unless the module's ``on_train_batch_start`` has refused it by a -1."""
+        if self._begun is not None and self._progress.current.started == self._started:
+            self._take_back()
         begun, self._begun = self._begun, None
         if begun is not None:
             self._due = begun.epoch, begun.batch + 1
@@ -250,6 +257,7 @@ class LedgerWriter:
         """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
         # Fetched, and not trained on.
         self._fetched.clear()
+        self.end_batch()
         if is_over and self._due is not None:
             self._due = None
             self._write(lambda file: file.add(Batch(*at, ())))
