@@ -51,6 +51,7 @@ _OF_RANK = {
 _PARTS = {
     "averaged": bool,
     "module": Either(None, str),
+    "seeds": {str: int},
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
@@ -61,6 +62,7 @@ _PARTS = {
             "steps": Either(None, COUNT),
             "batch_size": {str: object},
             "workers": {str: object},
+            "overfits?": bool,
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

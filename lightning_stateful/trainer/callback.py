@@ -231,6 +231,7 @@ class StatefulDataCallback(pl.Callback):
             "averaged": averaged,
             "module": None if module is None else type(module).__qualname__,
             "seed": self._seed,
+            "seeds": loaders.combined.seeds_beside(self._seed) if loaders else {},
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
@@ -355,7 +356,7 @@ class StatefulDataCallback(pl.Callback):
         before = progress
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
-            refuse_other_seed(saved, loaders.seed, self.settings.accept)
+            refuse_other_seed(saved, loaders.seed, loaders.combined.seeds(), self.settings.accept)
             loaders.expect(saved, state)
         self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
@@ -363,8 +364,7 @@ class StatefulDataCallback(pl.Callback):
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
         self.settings.ledger.resumed_from((saved or {}).get("ledger", ""), before.epoch_and_step)
         if state is not None:
-            note = (saved or {}).get("written") or {}
-            say_resumed(trainer, loaders.combined, progress, before, note, loaders.num_batches)
+            say_resumed(trainer, loaders, progress, before, (saved or {}).get("written") or {}, global_step=global_step)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, global_step)
@@ -402,8 +402,7 @@ class StatefulDataCallback(pl.Callback):
                 category=StatefulWarning,
             )
             return
-        note = note_of_run(trainer, self._loaders.combined)
-        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches, again=True)
+        say_resumed(trainer, self._loaders, progress, before, global_step=trainer.global_step)
         loop_progress.continue_from(trainer, progress)
         self.settings.ledger.resumed_from(self.settings.ledger.state(), before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)
