@@ -29,16 +29,6 @@ class HoldsDataState(Protocol):
         """The state that Lightning has loaded into it; None from the second call on."""
 
 
-def warn_of_unusable_weights() -> None:
-    """Warn that what is being saved holds averages in place of the weights."""
-    rank_zero_warn(
-        "A checkpoint is being written while a callback has put averages in place of the weights, after training or "
-        "within a validation. It is good for evaluation; a resume from it is refused. To resume, keep a checkpoint of "
-        "the training itself, as ModelCheckpoint writes it.",
-        category=StatefulWarning,
-    )
-
-
 def warn_of_unknown_position(trainer: pl.Trainer) -> None:
     """Warn that what is being saved was trained in processes that are gone, as in a notebook."""
     if trainer.state.status == TrainerStatus.FINISHED and trainer.state.fn == TrainerFn.FITTING:

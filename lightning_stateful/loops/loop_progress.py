@@ -123,10 +123,10 @@ def next_step(trainer: pl.Trainer, *, begun: bool = False) -> tuple[int, int]:
     return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 
 
-def num_started(trainer: pl.Trainer) -> int:
-    """Batches of the epoch that were given to ``training_step``."""
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return int(batch.started)
+def num_started(trainer: pl.Trainer | None) -> int:
+    """Batches of the epoch that were given to ``training_step``; 0 without a trainer."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current if trainer else None
+    return int(batch.started) if trainer else 0
 
 
 def is_refused(trainer: pl.Trainer, started: int) -> bool:

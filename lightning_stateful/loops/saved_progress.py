@@ -52,6 +52,9 @@ _PARTS = {
     "averaged": bool,
     "module": Either(None, str),
     "seeds": {str: int},
+    "trainable": (COUNT, str),
+    "epoch_begun": [bool],
+    "pruned": [str],
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
