@@ -65,7 +65,9 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 
 def end_watching(trainer: pl.Trainer) -> None:
-    """Undo :func:`watch`."""
+    """Undo :func:`watch` and :func:`prepare_loading`."""
+    if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
+        handle.remove()
     for callback in _callbacks(trainer):
         for name in (_EPOCH_START, "_swap_models"):
             if isinstance(vars(callback).get(name), _Watched):
@@ -108,15 +110,16 @@ def _has_swapped(callback: Any) -> bool:
 def prepare_loading(trainer: pl.Trainer) -> None:
     """Make the module double before weights are loaded into it: Lightning does so afterwards, and rounds them."""
     module: Any = trainer.lightning_module
-    if trainer.ckpt_path is None or trainer.precision != "64-true":
+    if trainer.precision != "64-true":
         return
 
     def convert(*args: Any) -> None:
-        handle.remove()
-        trainer.precision_plugin.convert_module(module)
+        if trainer._checkpoint_connector._loaded_checkpoint:
+            trainer.precision_plugin.convert_module(module)
 
-    # Not at once: in setup callbacks copy the module as it is without a resume. Public since torch 2.5 only.
-    handle = module._register_load_state_dict_pre_hook(convert)
+    # Not at once: in setup callbacks copy the module as it is without a resume. Public since torch 2.5 only. The handle
+    # is kept with the loop.
+    vars(trainer.fit_loop)["_converting"] = module._register_load_state_dict_pre_hook(convert)
 
 
 def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) -> dict[str, Any]:
@@ -204,31 +207,51 @@ def _masks(callback: Any) -> Iterator[torch.Tensor]:
             yield mask != 0
 
 
-def _digest_of_masks(callback: Any, masks: list[torch.Tensor]) -> str:
-    """A digest of masks, and of the weights that a lottery ticket goes back to; empty without masks."""
+def _originals(callback: Any) -> list[tuple[Any, Any, str]]:
+    """The copies of modules that a lottery ticket goes back to, each with its module and a parameter's name."""
+    layers = (callback._original_layers or {}).values()
+    return [
+        (layer["data"], callback._parameters_to_prune[at][0], name) for layer in layers for at, name in layer["names"]
+    ]
+
+
+def _digest_of_masks(callback: Any, masks: list[torch.Tensor], *, is_shared: bool | None = None) -> str:
+    """A digest of masks, and of the weights that a lottery ticket goes back to; empty without masks.
+
+    Args:
+        callback: The ModelPruning callback.
+        masks: Its masks.
+        is_shared: Whether the copies of weights share the memory of the module's, as they do on one device once
+            Lightning has gone back to them; None to see.
+    """
     if not masks:
         return ""
-    digest = hashlib.sha256()
+    originals = _originals(callback)
+    if is_shared is None:
+        pairs = [(getattr(copy, name), getattr(module, f"{name}_orig", None)) for copy, module, name in originals]
+        is_shared = bool(pairs) and all(now is not None and one.data_ptr() == now.data_ptr() for one, now in pairs)
+    found = hashlib.sha256()
     for mask in masks:
-        digest.update(np.packbits(mask.cpu().numpy()).tobytes())
-    for layer in (callback._original_layers or {}).values():
-        for value in layer["data"].state_dict().values():
-            digest.update(repr(value.double().sum().item()).encode())
-    return digest.hexdigest()[:16]
+        found.update(np.packbits(mask.cpu().numpy()).tobytes())
+    for copy, _, name in () if is_shared else originals:
+        found.update(repr(getattr(copy, name).detach().double().sum().item()).encode())
+    return ("shared " if is_shared else "") + found.hexdigest()[:16]
 
 
 def _restore_masks(callback: Any, digest: str, progress: LoopProgress) -> None:
     """Mask again what was pruned: a checkpoint of ModelPruning has zeros in place of masks."""
-    pruned = callback._parameters_to_prune
+    pruned, is_shared = callback._parameters_to_prune, digest.startswith("shared ")
     masks = [getattr(module, name).detach() != 0 for module, name in pruned]
-    if digest and _digest_of_masks(callback, masks) == digest:
+    if digest and _digest_of_masks(callback, masks, is_shared=is_shared) == digest:
         for (module, name), mask in zip(pruned, masks, strict=True):
             prune.custom_from_mask(module, name, mask)  # type: ignore[no-untyped-call]
+        for copy, module, name in _originals(callback) if is_shared else ():
+            getattr(copy, name).data = getattr(module, f"{name}_orig").data
     elif digest or (progress.epoch and not all(mask.all() for mask in masks)):
         rank_zero_warn(
             "ModelPruning's masks are not in Lightning's checkpoints, and do not follow from this one's weights, or "
             "the weights that it goes back to are others (seed_everything): what was pruned is trained on again until "
-            "it prunes next, and a resume is not exact.",
+            "it prunes next, and the resume is not exact.",
             category=StatefulWarning,
         )
 
