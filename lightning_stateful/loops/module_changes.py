@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,6 +24,8 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.saved_progress import LoopProgress
 
 _EPOCH_START = "on_train_epoch_start"
+# WeightAveraging's exchange of weights and averages, before a validation and after it.
+_SWAP = "_swap_models"
 
 
 class _Watched:
@@ -61,7 +62,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
         if isinstance(callback, BaseFinetuning):
             setattr(callback, _EPOCH_START, _Watched(callback, _EPOCH_START, int(next(begun, False))))
         elif isinstance(callback, WeightAveraging):
-            callback._swap_models = _Watched(callback, "_swap_models")
+            setattr(callback, _SWAP, _Watched(callback, _SWAP))
 
 
 def end_watching(trainer: pl.Trainer) -> None:
@@ -69,7 +70,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
     for callback in _callbacks(trainer):
-        for name in (_EPOCH_START, "_swap_models"):
+        for name in (_EPOCH_START, _SWAP):
             if isinstance(vars(callback).get(name), _Watched):
                 delattr(callback, name)
 
@@ -103,7 +104,7 @@ def _holds_averages(trainer: pl.Trainer) -> bool:
 
 def _has_swapped(callback: Any) -> bool:
     """Whether a WeightAveraging callback has put its averages in place of the weights, for a validation."""
-    watched = vars(callback).get("_swap_models")
+    watched = vars(callback).get(_SWAP)
     return isinstance(watched, _Watched) and watched.calls % 2 == 1
 
 
@@ -140,7 +141,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     found: dict[str, Any] = {}
     if finetuning := [one for one in _callbacks(trainer) if isinstance(one, BaseFinetuning)]:
         flags = [part for part, _ in _flags(trainer)]
-        found["trainable"] = [len(flags), zlib.compress(np.packbits(flags).tobytes()).hex()]
+        found["trainable"] = [len(flags), zlib.compress(bytes(flags)).hex()]
         if trainer.lightning_module._current_fx_name == _EPOCH_START:
             watched = [vars(one).get(_EPOCH_START) for one in finetuning]
             begun = [isinstance(one, _Watched) and one.epoch == trainer.current_epoch for one in watched]
@@ -173,8 +174,7 @@ def _restore_trainable(trainer: pl.Trainer, saved: Any, progress: LoopProgress) 
     """Train again what was trained: on a resume BaseFinetuning freezes all that it freezes at first, for good."""
     flags = list(_flags(trainer))
     if saved is not None and saved[0] == len(flags):
-        packed = np.frombuffer(zlib.decompress(bytes.fromhex(saved[1])), dtype=np.uint8)
-        for (_, (part, name)), value in zip(flags, np.unpackbits(packed).tolist(), strict=False):
+        for (_, (part, name)), value in zip(flags, zlib.decompress(bytes.fromhex(saved[1])), strict=True):
             setattr(part, name, bool(value))
         return
     for callback in _callbacks(trainer):
@@ -232,7 +232,7 @@ def _digest_of_masks(callback: Any, masks: list[torch.Tensor], *, is_shared: boo
         is_shared = bool(pairs) and all(now is not None and one.data_ptr() == now.data_ptr() for one, now in pairs)
     found = hashlib.sha256()
     for mask in masks:
-        found.update(np.packbits(mask.cpu().numpy()).tobytes())
+        found.update(mask.cpu().numpy().tobytes())
     for copy, _, name in () if is_shared else originals:
         found.update(repr(getattr(copy, name).detach().double().sum().item()).encode())
     return ("shared " if is_shared else "") + found.hexdigest()[:16]
