@@ -201,7 +201,12 @@ def check(
     try:
         with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
+            limit = users_data.limit_of(found, data)
         total = data.combined.num_batches(epoch) if data.combined.is_sized else None
+        if total is not None and limit is not None and limit < total:
+            taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
+            notes.append(f"The run took {taken}, and a resume is taken to do so too.")
+            total = limit
     except ConfigurationError as error:
         if type(error) is ConfigurationError:
             raise
@@ -377,12 +382,15 @@ def _data(
 
     notes: list[str] = []
     saved = (checkpoint.callback or {}).get("seed")
+    if len(seeds := set(((checkpoint.callback or {}).get("seeds") or {}).values())) == 1:
+        (saved,) = seeds
     default = seed if seed is not None else saved if isinstance(saved, int) else None
     seeded = users_data.seeded_by_default(default, is_saved=seed is None)
     with warnings.catch_warnings(record=True) as caught, seeded:
         warnings.simplefilter("always")
         try:
-            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept), notes
+            overfits = bool(checkpoint.written.get("overfits"))
+            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept, overfits=overfits), notes
         except StatefulError:
             # The reason may be a name in --accept that is misspelled.
             said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]

@@ -75,7 +75,7 @@ def seeded_by_default(seed: int | None, *, is_saved: bool = False) -> Iterator[N
             os.environ[_SEED] = before
 
 
-def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> UsersData:
+def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfits: bool = False) -> UsersData:
     """Build a factory's training loaders for some ranks, as a Trainer with StatefulDataCallback would.
 
     Args:
@@ -83,6 +83,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
             LightningDataModule, a LightningModule with loaders, or a DataLoader or a list or dict of them.
         ranks: Data-parallel ranks.
         accept: Names of differences to let pass.
+        overfits: As a Trainer with ``overfit_batches``, which does not shuffle.
 
     Raises:
         ConfigurationError: The factory cannot be found, or fails.
@@ -111,6 +112,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = ()) -> Use
             rank=0,
             seed_samples=settings.seed_samples,
             tail=settings.tail,
+            shuffle=not overfits,
             accept=accepted,
             where=name_of("training", path),
         )
@@ -157,9 +159,25 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     if saved_by is not None and saved_by != data.module and "module" not in data.accept:
         remedy = "Give the data module its old name, or accept the change with accept=('module',)."
         found.append(Difference(path="module", saved=saved_by, present=data.module, remedy=remedy))
-    if "seed" in callback and callback["seed"] != data.seed and "seed" not in data.accept:
+    if data.module is not None and callback.get("seeds"):
+        # A callback beside the module, which this factory does not show; the loaders have seeds of their own.
+        saved, present = callback["seeds"], data.combined.seeds()
+        pairs = {(saved.get(path, callback["seed"]), present[path]) for path in present}
+        warnings.warn(
+            f"The run had a StatefulDataCallback with seed {callback['seed']} beside its data module: a resume with a "
+            "callback of another seed is refused.",
+            StatefulWarning,
+            stacklevel=2,
+        )
+    else:
+        pairs = {(callback["seed"], data.seed)} if "seed" in callback else set()
+    if "seed" not in data.accept:
         remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
-        found.append(Difference(path="seed", saved=callback["seed"], present=data.seed, remedy=remedy))
+        found += [
+            Difference(path="seed", saved=saved, present=present, remedy=remedy)
+            for saved, present in pairs
+            if saved != present
+        ]
     try:
         position = data.combined.load(state, accept=data.accept, where=where)
     except StateMismatchError as error:
@@ -170,6 +188,20 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     if found:
         raise StateMismatchError(found, where=where)
     return position
+
+
+def limit_of(checkpoint: Checkpoint, data: UsersData) -> int | None:
+    """The steps after which the run's epochs were cut by a limit; None where they were not, or that is not known."""
+    progress, written = checkpoint.progress, checkpoint.written
+    if progress is None or not written or written["steps"] is None or not data.combined.is_sized:
+        return None
+    loaders = data.combined.loaders
+    if any(loader.topology.num_replicas != written["ranks"] for loader in loaders.values()):
+        return None
+    if written["batch_size"] != {path: loader.batch_size for path, loader in loaders.items()}:
+        return None
+    whole = from_the_beginning(data).combined.num_batches(max(progress.epoch - (not progress.running), 0))
+    return int(written["steps"]) if written["steps"] < whole else None
 
 
 def rests_of(data: UsersData, epoch: int, step: int) -> dict[str, RestOfEpoch]:
@@ -223,8 +255,9 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
         steps: Steps of it that a run had trained by the checkpoint.
     """
     notes = [
-        f"epoch {epoch} is listed as of the present ranks, batch size and seed. Whether it was begun with others a "
-        "checkpoint does not say; a ledger does (StatefulDataCallback(ledger=...))."
+        f"epoch {epoch} is listed as of the present ranks, batch size and seed. Whether it was begun with others, "
+        "or left before its end (on_train_batch_start returned -1), a checkpoint does not say; a ledger does "
+        "(StatefulDataCallback(ledger=...))."
     ]
     computed = dict(walk(data.combined.state_at(epoch, steps)))
     for path, state in checkpoint.loaders.items():

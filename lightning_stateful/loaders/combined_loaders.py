@@ -13,6 +13,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Dif
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.stream_loader.loader import StreamLoader
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -72,6 +73,18 @@ class CombinedLoaders:
         """Whether the number of steps of an epoch is known before its end."""
         sized = [loader.is_sized for loader in self.loaders.values()]
         return any(sized) if self.mode == "min_size" else all(sized)
+
+    def seeds(self) -> dict[str, int]:
+        """The seeds, by path, of loaders whose samples are seeded."""
+        seeded = {
+            path: loader.options.seed_samples if isinstance(loader, StreamLoader) else loader.seed_samples
+            for path, loader in self.loaders.items()
+        }
+        return {path: loader.seed for path, loader in self.loaders.items() if seeded[path]}
+
+    def seeds_beside(self, seed: int) -> dict[str, int]:
+        """Those of :meth:`seeds` that are others than this one."""
+        return {path: one for path, one in self.seeds().items() if one != seed}
 
     def configs_of_this_rank(self) -> dict[str, dict[str, Any]]:
         """Configurations, by path, of loaders that each rank has for itself: they may differ between ranks."""

@@ -34,6 +34,8 @@ _ROWS = 65536
 # Fewer samples than that are measured before processes would have started.
 _WORTH_WORKERS = 4096
 _BATCH = 256
+# Seconds after which a progress bar is shown.
+_SECONDS = 3
 # Samples that are measured again each time a file is read, beside the shortest and the longest.
 _SPOT_CHECKS = 32
 
@@ -93,7 +95,7 @@ def names_lengths(lengths: object) -> bool:
 
 
 def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: int | None = None) -> LengthArray:
-    """Call a function on every sample, in parallel, with a progress bar.
+    """Call a function on every sample, in parallel, with a progress bar where that takes long.
 
     Returns:
         Non-negative integers of the smallest type that holds them, of shape ``(len(dataset),)``.
@@ -115,7 +117,7 @@ def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: 
         generator=torch.Generator(),
     )
     found = np.empty(total, dtype=np.int64)
-    with keep_randomness(), tqdm(total=total, desc="Measuring lengths", unit=" samples") as bar:
+    with keep_randomness(), tqdm(total=total, desc="Measuring lengths", unit=" samples", delay=_SECONDS) as bar:
         for start, batch in zip(range(0, total, _BATCH), loader, strict=True):
             found[start : start + len(batch)] = batch
             bar.update(len(batch))

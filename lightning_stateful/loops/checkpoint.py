@@ -29,16 +29,6 @@ class HoldsDataState(Protocol):
         """The state that Lightning has loaded into it; None from the second call on."""
 
 
-def warn_of_unusable_weights() -> None:
-    """Warn that what is being saved holds averages in place of the weights."""
-    rank_zero_warn(
-        "A checkpoint is being written while a callback has put averages in place of the weights, after training or "
-        "within a validation. It is good for evaluation; a resume from it is refused. To resume, keep a checkpoint of "
-        "the training itself, as ModelCheckpoint writes it.",
-        category=StatefulWarning,
-    )
-
-
 def warn_of_unknown_position(trainer: pl.Trainer) -> None:
     """Warn that what is being saved was trained in processes that are gone, as in a notebook."""
     if trainer.state.status == TrainerStatus.FINISHED and trainer.state.fn == TrainerFn.FITTING:
@@ -50,16 +40,29 @@ def warn_of_unknown_position(trainer: pl.Trainer) -> None:
         )
 
 
-def refuse_other_seed(callback_state: Mapping[str, Any], seed: int, accept: Collection[str]) -> None:
+def refuse_other_seed(
+    callback_state: Mapping[str, Any], seed: int, seeds: Mapping[str, int], accept: Collection[str]
+) -> None:
     """Refuse a run that would draw other noise than the one that wrote the checkpoint.
+
+    Args:
+        callback_state: The callback's state.
+        seed: The callback's seed.
+        seeds: Those of loaders whose samples are seeded, by path.
+        accept: With ``"seed"`` in it, others are taken.
 
     Raises:
         StateMismatchError: The seeds differ, and that is not accepted.
     """
-    if callback_state.get("seed") != seed and "seed" not in accept:
+    saved = callback_state.get("seed")
+    pairs = [(saved, seed)]
+    if (of_loaders := callback_state.get("seeds")) is not None:
+        pairs += [(of_loaders.get(path, saved), present) for path, present in seeds.items()]
+    others = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    if others and "seed" not in accept:
         remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
-        difference = Difference(path="seed", saved=callback_state.get("seed"), present=seed, remedy=remedy)
-        raise StateMismatchError([difference], where="The callback's state")
+        differences = [Difference(path="seed", saved=before, present=now, remedy=remedy) for before, now in others]
+        raise StateMismatchError(differences, where="The callback's state")
 
 
 def find_data_state(

@@ -20,10 +20,12 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
+        BaseFinetuning,
         BatchSizeFinder,
         Checkpoint,
         GradientAccumulationScheduler,
         LearningRateFinder,
+        ModelPruning,
         StochasticWeightAveraging,
         TQDMProgressBar,
     )
@@ -42,10 +44,12 @@ else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,
+        BaseFinetuning,
         BatchSizeFinder,
         Checkpoint,
         GradientAccumulationScheduler,
         LearningRateFinder,
+        ModelPruning,
         StochasticWeightAveraging,
         TQDMProgressBar,
     )
@@ -64,11 +68,13 @@ else:
 __all__ = [
     "PACKAGE",
     "BackboneFinetuning",
+    "BaseFinetuning",
     "BatchSizeFinder",
     "Checkpoint",
     "CombinedLoader",
     "GradientAccumulationScheduler",
     "LearningRateFinder",
+    "ModelPruning",
     "RestartStage",
     "StochasticWeightAveraging",
     "TQDMProgressBar",

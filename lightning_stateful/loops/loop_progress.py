@@ -123,6 +123,17 @@ def next_step(trainer: pl.Trainer, *, begun: bool = False) -> tuple[int, int]:
     return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 
 
+def num_started(trainer: pl.Trainer | None) -> int:
+    """Batches of the epoch that were given to ``training_step``; 0 without a trainer."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current if trainer else None
+    return int(batch.started) if trainer else 0
+
+
+def is_refused(trainer: pl.Trainer, started: int) -> bool:
+    """Whether a batch, before which so many were started, has not been: ``on_train_batch_start`` has returned -1."""
+    return num_started(trainer) == started
+
+
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
     """Whether the (limited) epoch has no such step."""
     return step >= trainer.fit_loop.max_batches

@@ -10,7 +10,6 @@ import torch
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loops.lightning import (
-    BackboneFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
@@ -22,9 +21,6 @@ from lightning_stateful.loops.lightning import (
 
 # What the finders call the file that they restore from themselves.
 _OWN_FILES = (".lr_find", ".scale_batch_size")
-
-# Between WeightAveraging's swaps of weights.
-_WHILE_VALIDATING = ("on_validation_batch_start", "validation_step", "on_validation_batch_end")
 
 
 def longest_accumulation(trainer: pl.Trainer) -> int:
@@ -70,37 +66,6 @@ def finish_averaging(trainer: pl.Trainer) -> None:
                 callback.transfer_weights(averaged, module)
         elif isinstance(callback, WeightAveraging):
             callback.on_train_end(trainer, module)
-
-
-def holds_averages(trainer: pl.Trainer | None) -> bool:
-    """Whether a callback has put averages in place of the weights: after training, or while batches are validated."""
-    if trainer is None:
-        return False
-    hook = _module(trainer)._current_fx_name
-    if trainer.validating and hook in _WHILE_VALIDATING:
-        return any(isinstance(callback, WeightAveraging) for callback in _callbacks(trainer))
-    if not trainer.state.finished and hook != "on_train_end":
-        return False
-    for callback in _callbacks(trainer):
-        if isinstance(callback, StochasticWeightAveraging):
-            if callback._initialized and trainer.current_epoch > callback.swa_end:
-                return True
-        elif isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            return True
-    return False
-
-
-def unfreeze_again(trainer: pl.Trainer, epoch: int, *, begun: bool) -> None:
-    """Unfreeze what BackboneFinetuning had unfrozen before the stop: on a resume it freezes all of it, for good.
-
-    Args:
-        trainer: The trainer.
-        epoch: Epochs that are over.
-        begun: The next one has begun, whose first hook is not called again.
-    """
-    for callback in _callbacks(trainer):
-        if isinstance(callback, BackboneFinetuning) and epoch + begun > callback.unfreeze_backbone_at_epoch:
-            callback.make_trainable(_module(trainer).backbone)
 
 
 def clear_stale_gradients(trainer: pl.Trainer) -> None:
@@ -149,8 +114,10 @@ def refuse_finders(trainer: pl.Trainer) -> None:
     Raises:
         ConfigurationError: A LearningRateFinder or BatchSizeFinder is among the callbacks.
     """
-    kinds = (LearningRateFinder, BatchSizeFinder)
-    finders = [type(found).__name__ for found in _callbacks(trainer) if isinstance(found, kinds)]
+    # A subclass with an on_fit_start of its own may find nothing there, as those of Lightning's documentation.
+    hooks = (LearningRateFinder.on_fit_start, BatchSizeFinder.on_fit_start)
+    found = [type(callback) for callback in _callbacks(trainer)]
+    finders = [kind.__name__ for kind in found if kind.on_fit_start in hooks]
     if finders and not Path(str(trainer.ckpt_path)).name.startswith(_OWN_FILES):
         raise ConfigurationError(
             f"{' and '.join(finders)} would restart the run that ckpt_path={trainer.ckpt_path!r} is to resume, from "

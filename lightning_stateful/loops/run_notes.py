@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,14 +23,23 @@ from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.state import order_in_words
 
 
+class ServesTraining(Protocol):
+    """The training loaders of a trainer, as they are needed here."""
+
+    combined: CombinedLoaders
+
+    def num_batches(self, epoch: int) -> int:
+        """The batches of an epoch under the trainer's limit."""
+
+
 def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any]:
     """A note on how a run trains, for people who read its checkpoint, as plain data.
 
     Returns:
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
         of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
-        ``batch_size`` (None for whole batches) and ``workers``. A digest of the loaders that the run began with, where
-        later ones were built, is ``began_with``.
+        ``batch_size`` (None for whole batches) and ``workers``; with ``overfit_batches`` also ``overfits``. A digest of
+        the loaders that the run began with, where later ones were built, is ``began_with``.
     """
     steps = float(trainer.fit_loop.max_batches)
     return {
@@ -43,34 +52,37 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
         **({"began_with": combined.began_with} if combined.began_with else {}),
+        **({"overfits": True} if trainer.overfit_batches else {}),  # type: ignore[attr-defined]  # set by a connector
     }
 
 
 def say_resumed(
     trainer: pl.Trainer,
-    combined: CombinedLoaders,
+    loaders: ServesTraining,
     progress: LoopProgress,
     saved: LoopProgress,
-    note: Mapping[str, Any],
-    num_batches: Callable[[int], int],
+    note: Mapping[str, Any] | None = None,
     *,
-    again: bool = False,
+    global_step: int,
 ) -> None:
     """Log in one line where a run goes on; say which loaders do not fit, and are built anew.
 
     Args:
         trainer: The trainer.
-        combined: Its loaders, at the state that was loaded.
+        loaders: Its loaders, at the state that was loaded.
         progress: Where it goes on, in steps of the present ranks and batch sizes.
         saved: The progress as it was saved.
-        note: The checkpoint's own :func:`note_of_run`; empty if it has none.
-        num_batches: The batches of an epoch under the trainer's limit.
-        again: It goes on in the same trainer, which is fitted again without a checkpoint.
+        note: The checkpoint's own :func:`note_of_run`, empty if it has none; None where the same trainer is fitted
+            again without a checkpoint.
+        global_step: Optimizer steps that are taken.
     """
-    combined.began_with = note.get("began_with", "")
+    combined, num_batches, again = loaders.combined, loaders.num_batches, note is None
+    if note is not None:
+        combined.began_with = note.get("began_with", "")
     if combined.refused:
         _say_others(combined, saved)
     now = note_of_run(trainer, combined)
+    note = now if note is None else note
     epoch, batch = progress.epoch_and_step
     where = f"the beginning of epoch {epoch}"
     if saved.running:
@@ -80,7 +92,9 @@ def say_resumed(
     if note:
         runs = f"saved on {_ranks_in_words(note)}, {runs}"
     following = ""
-    if combined.is_sized and batch < num_batches(epoch):
+    if limits := _reached(trainer, epoch, global_step):
+        following = f"; no batch is left to train on: {limits} is reached"
+    elif combined.is_sized and batch < num_batches(epoch):
         following = f"; next is batch {batch + 1} of {num_batches(epoch)}" + (f" of epoch {epoch}" * progress.ended)
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
@@ -115,7 +129,7 @@ def _say_others(combined: CombinedLoaders, saved: LoopProgress) -> None:
 
 def say_what_is_exact(
     combined: CombinedLoaders,
-    seed: int,
+    model_seed: int | None,
     seed_samples: bool,
     more: Mapping[str, str],
 ) -> None:
@@ -123,13 +137,15 @@ def say_what_is_exact(
 
     Args:
         combined: The loaders.
-        seed: Chooses their randomness.
+        model_seed: Chooses what the model draws; None where that is not seeded.
         seed_samples: Whether samples are seeded.
         more: By path, a sentence to add.
     """
     drawing = "Samplers and samples draw" if seed_samples else "Samplers draw"
+    seeds = sorted({loader.seed for loader in combined.loaders.values()})
+    of_model = f"; the model by seed {model_seed}" if model_seed not in (None, *seeds) else ""
     rank_zero_info(
-        f"{drawing} random numbers by (seed {seed}, epoch, batch), and not from "
+        f"{drawing} random numbers by (seed {' or '.join(map(str, seeds))}, epoch, batch){of_model}, and not from "
         "where the generators of the process stand."
     )
     for path, loader in combined.loaders.items():
@@ -190,6 +206,15 @@ def _samples(combined: CombinedLoaders, epoch: int, step: int) -> str:
     served = combined.report_at(epoch, step)[""].get("samples")
     total = loader.tracker.config.get("dataset", {}).get("length")
     return f" ({served:,} of {total:,} samples)" if isinstance(served, int) and isinstance(total, int) else ""
+
+
+def _reached(trainer: pl.Trainer, epoch: int, global_step: int) -> str:
+    """The limit of the trainer that leaves nothing to train on; empty for none."""
+    if 0 <= trainer.max_steps <= global_step:
+        return f"max_steps={trainer.max_steps}"
+    if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch:
+        return f"max_epochs={trainer.max_epochs}"
+    return ""
 
 
 def _ranks_in_words(note: Mapping[str, Any]) -> str:

@@ -51,6 +51,10 @@ _OF_RANK = {
 _PARTS = {
     "averaged": bool,
     "module": Either(None, str),
+    "seeds": {str: int},
+    "trainable": (COUNT, str),
+    "epoch_begun": [bool],
+    "pruned": [str],
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
@@ -62,6 +66,7 @@ _PARTS = {
             "batch_size": {str: object},
             "workers": {str: object},
             "began_with?": str,
+            "overfits?": bool,
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
-from lightning_stateful.loops import loop_progress, optimizer_steps, other_callbacks
+from lightning_stateful.loops import loop_progress, module_changes, optimizer_steps, other_callbacks
 from lightning_stateful.loops.checkpoint import (
     find_data_state,
     refuse_empty_loops,
@@ -27,7 +27,6 @@ from lightning_stateful.loops.checkpoint import (
     trains_on_our_module,
     warn_of_missing_loops,
     warn_of_unknown_position,
-    warn_of_unusable_weights,
 )
 from lightning_stateful.loops.epoch_results import EpochResults
 from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
@@ -159,6 +158,7 @@ class StatefulDataCallback(pl.Callback):
             return
         if stage == "fit":
             begin_anew()
+            module_changes.prepare_loading(trainer)
             begins_at = loop_progress.next_step(trainer)
             self._tokens = self._tokens.of(self.settings.max_tokens_total, anew=trainer is not self._trainer)
             if trainer is self._trainer and self._loaders is not None:
@@ -176,6 +176,7 @@ class StatefulDataCallback(pl.Callback):
         loop_progress.restore_max_steps(trainer)
         loop_progress.end_following(trainer)
         optimizer_steps.forget_steps(trainer)
+        module_changes.end_watching(trainer)
         self._results.generators.end_watching(trainer)
         self._signals.end()
         self.settings.ledger.close()
@@ -221,16 +222,16 @@ class StatefulDataCallback(pl.Callback):
             raise error
         progress, module, loaders = self._progress(), stateful_module(self._trainer), self._loaders
         self.settings.ledger.save(progress.epoch_and_step)
-        if averaged := other_callbacks.holds_averages(self._trainer):
-            warn_of_unusable_weights()
         asked_for = {"tokens": self._tokens.state(loaders, progress), "ledger": self.settings.ledger.state()}
         asked_for |= loaders.content.state() if loaders else {}
+        asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {
             "version": VERSION,
             "restored": self._restored(),
-            "averaged": averaged,
+            "averaged": module_changes.warn_of_averages(self._trainer),
             "module": None if module is None else type(module).__qualname__,
             "seed": self._seed,
+            "seeds": loaders.combined.seeds_beside(self._seed) if loaders else {},
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
@@ -355,16 +356,15 @@ class StatefulDataCallback(pl.Callback):
         before = progress
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
-            refuse_other_seed(saved, loaders.seed, self.settings.accept)
+            refuse_other_seed(saved, loaders.seed, loaders.combined.seeds(), self.settings.accept)
             loaders.expect(saved, state)
         self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
-        self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, (saved or {}).get("results"))
+        self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, saved or {})
         self.settings.ledger.resumed_from((saved or {}).get("ledger", ""), before.epoch_and_step)
         if state is not None:
-            note = (saved or {}).get("written") or {}
-            say_resumed(trainer, loaders.combined, progress, before, note, loaders.num_batches)
+            say_resumed(trainer, loaders, progress, before, (saved or {}).get("written") or {}, global_step=global_step)
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such strategies restore after on_fit_start.
             loop_progress.lift_max_steps(trainer, progress, global_step)
@@ -402,8 +402,7 @@ class StatefulDataCallback(pl.Callback):
                 category=StatefulWarning,
             )
             return
-        note = note_of_run(trainer, self._loaders.combined)
-        say_resumed(trainer, self._loaders.combined, progress, before, note, self._loaders.num_batches, again=True)
+        say_resumed(trainer, self._loaders, progress, before, global_step=trainer.global_step)
         loop_progress.continue_from(trainer, progress)
         self.settings.ledger.resumed_from(self.settings.ledger.state(), before.epoch_and_step)
         self._phase = Resumed(progress, trainer.global_step)
@@ -425,11 +424,12 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.follow_lengths(trainer)
             begins = self._progress().epoch_and_step
             self.settings.ledger.begin(trainer, self._loaders.combined.loaders, begins)
+        module_changes.watch(trainer, self._phase.saved if isinstance(self._phase, Resumed) else None)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
             restore_metrics(trainer, self._phase.metrics)
-            other_callbacks.unfreeze_again(trainer, self._phase.progress.epoch, begun=self._phase.progress.running)
-            self._results.load(self._phase.results, trainer)
+            module_changes.restore(trainer, self._phase.saved, self._phase.progress)
+            self._results.load(self._phase.saved.get("results"), trainer)
             optimizer_steps.take_due_steps(trainer, self._phase.progress)
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:

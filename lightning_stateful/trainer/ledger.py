@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, Le
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.loop_progress import is_refused, next_step, num_started
 from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader import StreamLoader
@@ -79,6 +80,8 @@ class LedgerWriter:
         self._has_peers = False
         # The batch that is trained on now, and the one that is due after the latest, until its epoch is over.
         self._begun: Batch | None = None
+        # Tells of that batch, later on, whether the module has refused it.
+        self._is_refused: Callable[[], bool] = bool
         self._due: tuple[int, int] | None = None
         # Whether the key has given what a ledger can hold: what it does from then on ends no run.
         self._key_works = False
@@ -229,13 +232,16 @@ class LedgerWriter:
             return
         began, parts = time.perf_counter() - self._began_at, chain.from_iterable(fetched.parts.values())
         self._begun = begun = Batch(*next_step(trainer), tuple(parts), began, fetched.waited)
+        self._is_refused = partial(is_refused, trainer, num_started(trainer))
         self._write(lambda file: file.add(begun))
         if self._has_peers:
             # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.
             self._write(LedgerFile.flush)
 
     def end_batch(self) -> None:
-        """The batch has been trained on."""
+        """The batch has been trained on, unless the module's ``on_train_batch_start`` has refused it by a -1."""
+        if self._begun is not None and self._is_refused():
+            self._take_back()
         begun, self._begun = self._begun, None
         if begun is not None:
             self._due = begun.epoch, begun.batch + 1
@@ -250,6 +256,7 @@ class LedgerWriter:
         """Training leaves an epoch before the batch ``at``, after the last one of it or in the middle."""
         # Fetched, and not trained on.
         self._fetched.clear()
+        self.end_batch()
         if is_over and self._due is not None:
             self._due = None
             self._write(lambda file: file.add(Batch(*at, ())))

@@ -48,14 +48,14 @@ class Resumed:
         progress: Where it goes on, in steps of the present ranks and batch sizes.
         global_step: Optimizer steps taken.
         metrics: Values of monitored metrics.
-        results: What the epoch had summed up, as a state holds it.
+        saved: The callback's state; empty if there is none.
         training_began: Lightning has begun to train, or found nothing left to train on.
     """
 
     progress: LoopProgress
     global_step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    results: Any = None
+    saved: Mapping[str, Any] = field(default_factory=dict)
     training_began: bool = False
 
 

@@ -163,7 +163,7 @@ class TrainLoaders:
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
         dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
-        say_what_is_exact(self.combined, self.seed, settings.seed_samples, dealt)
+        say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         warn_of_shared_datasets(self.combined)
         warn_of_shared_samplers(self.combined)

@@ -15,6 +15,9 @@ from support.ledger import batches, parts, samples, trained
 from support.ranks import Ranks
 from support.runs import stopped, train, train_alone
 
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
 DATA = "support.command_data"
 
 
@@ -157,6 +160,26 @@ def test_a_check_refuses_what_a_resume_refuses_and_trains_nothing(checkpoints: A
     expected = [list(batch) for batch in batches(checkpoints.ledgers["own_sampler"], 0)]
     assert (told.code, json.loads(told.out)["loaders"][""]) == (0, [expected])
     assert tell("check", checkpoints("own_sampler"), f"{DATA}:own_sampler", "--seed", 7).code == 1
+
+
+def test_a_check_knows_a_callback_beside_the_module_and_limits(tell: Any, tmp_path: Path) -> None:
+    beside = tmp_path / "beside.ckpt"
+    own = StatefulDataCallback(seed=3, log_data=True)
+    with pytest.warns(StatefulWarning, match="what the model draws, from 3"):
+        stopped(beside, command_data.numbers, callbacks=[own], epoch=1, batch=3, limit_train_batches=6)
+    told = tell("check", beside, f"{DATA}:numbers")
+    assert (told.code, told.out.splitlines()[0]) == (0, "resumes on 1 rank: next is batch 5 of 6 of epoch 1")
+    assert "note: The run took 6 of 11 steps of an epoch (limit_train_batches)" in told.out
+    assert "note: The run had a StatefulDataCallback with seed 3 beside its data module" in told.out
+    for command in (("plan",), ("trained", "--epoch", 0)):
+        assert tell(command[0], beside, f"{DATA}:numbers", *command[1:]).code == 0, command
+    assert "seed: saved 7, now 8" in tell("check", beside, f"{DATA}:other_seed").out
+    for name, make in {"numbers": command_data.numbers, "plain": command_data.plain}.items():
+        run = train_alone if name == "plain" else train
+        with pytest.warns(StatefulWarning, match="is not shuffled"):
+            stopped(tmp_path / "few.ckpt", make, run=run, epoch=1, batch=2, overfit_batches=4)
+        told = tell("check", tmp_path / "few.ckpt", f"{DATA}:{name}")
+        assert (told.code, told.out.splitlines()[0]) == (0, "resumes on 1 rank: next is batch 4 of 4 of epoch 1")
 
 
 def test_a_check_refuses_a_tensor_that_a_disk_has_changed(checkpoints: Any, tell: Any, tmp_path: Path) -> None:

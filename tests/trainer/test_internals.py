@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _ModeIterator
 from support.ledger import LedgerModel
@@ -32,6 +33,8 @@ ELSEWHERE: dict[Any, set[str]] = {
     _DataLoaderIterDataFetcher: {"_batch_idx"},
     _ModeIterator: {"_idx"},
     StochasticWeightAveraging: {"_average_model", "_initialized", "_scheduler_state", "_accumulate_grad_batches"},
+    ModelPruning: {"_parameters_to_prune", "_original_layers"},
+    torch.nn.Module: {"_register_load_state_dict_pre_hook"},
     _MultiProcessingDataLoaderIter: {"_shutdown_workers"},
     Metric: {"_update_count", "_computed"},
     MetricCollection: {"_groups", "_groups_checked"},

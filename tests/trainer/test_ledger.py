@@ -365,6 +365,25 @@ def test_a_checkpoint_at_the_end_of_an_epoch_has_all_of_it_whatever_hook_writes_
         assert (found.findings(), found.items(0)) == ([], Counter(range(NUM))), moments[number]
 
 
+class Refuses(LedgerModel):
+    """Leaves every epoch before its fifth batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+def test_a_batch_that_the_model_has_refused_is_not_written(tmp_path: Path) -> None:
+    saver = SaveAt(tmp_path, [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0)])
+    first = StatefulDataCallback(ledger=tmp_path / "ledger")
+    # Before the callback's own hook.
+    whole = train(callbacks=[saver, first], model=Refuses(), max_epochs=2)
+    for number in range(3):
+        assert [written(tmp_path, epoch) for epoch in range(2)] == [batches(whole.ledger, epoch) for epoch in range(2)]
+        assert all(row["over"] and row["items"] == 8 for row in read_ledger(tmp_path / "ledger").epochs())
+        if number < 2:
+            writing(tmp_path)(ckpt_path=saver.path(number), model=Refuses())
+
+
 def test_epochs_of_a_stream_that_cross_passes_are_not_compared(tmp_path: Path) -> None:
     def make() -> Any:
         return stream_module(chunks(), steps_per_epoch=7)

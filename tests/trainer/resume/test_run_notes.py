@@ -14,6 +14,7 @@ from support.ledger import LedgerModel
 from support.runs import StoppedError, ended, numbers_module, quiet_trainer, stopped, train, train_alone
 
 import lightning_stateful
+from lightning_stateful.errors import StateMismatchError
 
 
 @pytest.fixture
@@ -44,6 +45,30 @@ def test_between_epochs_and_at_the_end_of_one_the_next_is_named(tmp_path: Path, 
         f"Resumed at the beginning of epoch 1: {runs}.",
         f"Resumed at epoch 0, batch 11 of 11: {runs} of epoch 1.",
     ]
+
+
+def test_where_nothing_is_left_and_which_seeds_apply_is_said(tmp_path: Path, said: Any) -> None:
+    def run(make: Any = numbers_module, *, callbacks: Any = (), **options: Any) -> Any:
+        return train(make, callbacks=[lightning_stateful.StatefulDataCallback(), *callbacks], **options)
+
+    def noisy(seed: int) -> Any:
+        return numbers_module(shuffle=False, seed=seed)
+
+    ended(tmp_path / "end.ckpt", run=run, max_steps=14)
+    run(ckpt_path=tmp_path / "end.ckpt", max_steps=14)
+    ended(tmp_path / "over.ckpt", max_epochs=1)
+    train(ckpt_path=tmp_path / "over.ckpt", max_epochs=1)
+    assert [line.partition("; ")[2] for line in said("Resumed")] == [
+        "no batch is left to train on: max_steps=14 is reached.",
+        "no batch is left to train on: max_epochs=1 is reached.",
+    ]
+    draws = said("Samplers and samples draw")
+    beside, alone = (f"(seed 7, epoch, batch){model}, and not from" for model in ("; the model by seed 0", ""))
+    assert [beside in draws[0], beside in draws[1], alone in draws[2]] == [True] * 3
+    # Noise is drawn by the module's seed, which the callback's says nothing of.
+    stopped(tmp_path / "noisy.ckpt", lambda: noisy(7), run=run)
+    with pytest.raises(StateMismatchError, match="seed: saved 7, now 8"):
+        run(lambda: noisy(8), ckpt_path=tmp_path / "noisy.ckpt")
 
 
 def test_other_kinds_of_data_and_older_checkpoints_say_what_they_can(tmp_path: Path, said: Any) -> None:

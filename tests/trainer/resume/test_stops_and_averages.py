@@ -10,7 +10,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from support.ledger import LedgerModel, batches
 from support.runs import (
     Outcome,
@@ -69,10 +77,20 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
     with pytest.raises(StateError, match="averages in place of the weights"):
         run(ckpt_path=tmp_path / "after.ckpt")
     if kind == "WeightAveraging":
-        with pytest.warns(StatefulWarning, match="good for evaluation; a resume from it is refused"):
-            stopped(tmp_path / "within.ckpt", hook="on_validation_batch_end", run=run)
-        with pytest.raises(StateError, match="during a validation"):
-            run(ckpt_path=tmp_path / "within.ckpt")
+        # Between its two swaps, whether it stands before the callback that saves or behind it.
+        for hook, before in {"batch_end": True, "epoch_start": True, "epoch_end": False}.items():
+            path = tmp_path / f"{hook}.ckpt"
+            saver = LambdaCallback(**{f"on_validation_{hook}": partial(save_in_training, path)})
+            callbacks = [averaging(), saver] if before else [saver, averaging()]
+            with pytest.warns(StatefulWarning, match="good for evaluation; a resume from it is refused"):
+                train(callbacks=callbacks, model=Averaged(normed=False), max_epochs=1)
+            with pytest.raises(StateError, match="during a validation"):
+                run(ckpt_path=path)
+
+
+def save_in_training(path: Path, trainer: pl.Trainer, *args: Any) -> None:
+    if not trainer.sanity_checking:
+        trainer.save_checkpoint(path)
 
 
 class Worsens(LedgerModel):
@@ -142,13 +160,76 @@ class Backbone(LedgerModel):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
 
 
-def test_a_backbone_that_was_unfrozen_is_trained_on(tmp_path: Path) -> None:
-    def callbacks() -> list[Any]:
-        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)]
+class Unfreezes(BaseFinetuning):
+    """Lightning's documented example."""
 
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class NotZero(Backbone):
+    """Its zeros are those of masks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.parameters():
+            torch.nn.init.normal_(each)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def pruning(*, lottery: bool) -> Any:
+    return partial(ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
+
+
+def tuning() -> Any:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
+
+
+CHANGES = {
+    "unfrozen": (Backbone, tuning, {}),
+    "unfrozen by a callback of one's own": (Backbone, Unfreezes, {}),
+    "pruned": (NotZero, pruning(lottery=False), {}),
+    "pruned, going back": (NotZero, pruning(lottery=True), {}),
+    "double": (NotZero, pl.Callback, {"precision": "64-true"}),
+}
+
+
+@pytest.mark.parametrize(("model", "callback", "options"), CHANGES.values(), ids=CHANGES)
+def test_a_module_that_callbacks_have_changed_is_changed_again(
+    tmp_path: Path, model: Any, callback: Any, options: dict[str, Any]
+) -> None:
     moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4), ("on_train_batch_start", 2, 0)]
+    if model is Backbone:
+        moments += [("on_train_epoch_start", 2, 0)]
     with warnings.catch_warnings():
         # Of layers that the optimizer has already, and of learning rates.
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
-        run = training(Backbone, callbacks)
-        assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
+        run = training(model, lambda: [callback()])
+        assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
+
+
+def test_masks_that_are_not_known_and_statistics_that_count_twice_are_warned_of(tmp_path: Path) -> None:
+    run = training(NotZero, lambda: [pruning(lottery=False)()])
+    with pytest.warns(StatefulWarning, match="BatchNorm then hold it twice"):
+        stopped(tmp_path / "a.ckpt", hook="on_before_backward", epoch=1, batch=3, run=run)
+    contents = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    contents["callbacks"]["StatefulDataCallback"]["pruned"] = ["0" * 16]
+    torch.save(contents, tmp_path / "a.ckpt")
+    with pytest.warns(StatefulWarning, match="masks are not in Lightning's checkpoints"):
+        run(ckpt_path=tmp_path / "a.ckpt")
+
+
+class FineTuneLearningRateFinder(LearningRateFinder):
+    def on_fit_start(self, *args: Any, **kwargs: Any) -> None:
+        """Finds nothing at the start, as Lightning's documentation has it."""
+
+
+def test_a_finder_that_does_not_restart_the_run_is_resumed(tmp_path: Path) -> None:
+    stopped(tmp_path / "a.ckpt", epoch=1, batch=3)
+    train(callbacks=[FineTuneLearningRateFinder()], ckpt_path=tmp_path / "a.ckpt")
