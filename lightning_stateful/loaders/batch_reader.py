@@ -130,6 +130,8 @@ def _read_again(
     held: HeldGenerators, seed: int, read: Callable[[], Any], number: int, collate: Callable[[Any], Any]
 ) -> Any:
     """Read samples once more under their seed, or under the ``number``-th other one, and leave all generators alone."""
+    if held.leaves_some:
+        raise LookupError("generators are not seeded")
     seed = mixed_seed(seed, number) if number else seed
     with keep_randomness():
         return held.isolated(seed, partial(_read_seeded, seed, lambda: collate(read())))

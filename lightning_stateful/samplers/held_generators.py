@@ -51,6 +51,11 @@ class HeldGenerators:
         self._spared: list[Any] = []
         self.begin()
 
+    @property
+    def leaves_some(self) -> bool:
+        """Whether generators of an object are left as they are, so that reading again draws other numbers."""
+        return bool(self._spared)
+
     def begin(self) -> None:
         """Look for generators anew at the next batch."""
         self.is_idle, self._is_first, self._num_replaced = False, True, 0
