@@ -126,15 +126,10 @@ def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
     return read()
 
 
-def _read_again(
-    held: HeldGenerators, seed: int, read: Callable[[], Any], number: int, collate: Callable[[Any], Any]
-) -> Any:
-    """Read samples once more under their seed, or under the ``number``-th other one, and leave all generators alone."""
-    if held.leaves_some:
-        raise LookupError("generators are not seeded")
-    seed = mixed_seed(seed, number) if number else seed
+def _read_again(held: HeldGenerators, seed: int, read: Callable[[], Any]) -> Any:
+    """Read samples once more under their seed, and leave all generators alone."""
     with keep_randomness():
-        return held.isolated(seed, partial(_read_seeded, seed, lambda: collate(read())))
+        return held.isolated(seed, partial(_read_seeded, seed, read))
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -191,8 +186,7 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
-        collate = options["collate_fn"] if is_batched else None
-        self._reads = ReadWatch(dataset, collate, self._collate_watch) if watches_collate else None
+        self._reads = ReadWatch(dataset) if watches_collate else None
         self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
         users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):

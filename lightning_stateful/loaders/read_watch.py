@@ -8,12 +8,12 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.dataset_content import bytes_of, digest_of_batch, is_same_batch
-from lightning_stateful.loaders.held_state import CollateWatch, HeldState
+from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
     PLAIN,
@@ -35,7 +35,6 @@ from lightning_stateful.samplers.attributes import (
 from lightning_stateful.samplers.rng import GENERATORS
 
 T = TypeVar("T")
-Again: TypeAlias = Callable[[int, Callable[[Any], Any]], Any]
 # Batches after which nothing is looked at any more, and the changes by which one carries something over.
 _NUM_LOOKS, _LEAST_CHANGES = 6, 4
 _MOST_HOLDERS, _MOST_ITEMS, _MOST_INNER, _LARGE, _MOST_BYTES = 256, 2048, 64, 2**20, 2**26
@@ -54,13 +53,11 @@ class _Name(NamedTuple):
     """A value that is looked at.
 
     Attributes:
-        root: What leads there: ``dataset`` or ``collate_fn``.
         way: The attributes that lead to the object that holds it; empty where none do, as for a module's variables.
         holder: The class of that object, or the name of a function.
         attribute: The name of the value there.
     """
 
-    root: str
     way: str
     holder: str
     attribute: str
@@ -77,23 +74,15 @@ class ReadWatch:
     others then, they depend on what was read before. If they are the same and what is held is the same too, nothing is
     carried over, as with an attribute for the index that is being read, or the file that is open.
 
-    The first batch, if it has changed anything, is read with other random numbers as well: once with what is held now,
-    and once as it was before. If the samples differ, what the first reading has left is a cache of drawn samples, or a
-    table that was drawn.
-
     Args:
         dataset: The dataset.
-        collate_fn: Collates samples where the first batch is read again; None where they are not collated.
-        collate_watch: Is over once this one has warned of the ``collate_fn``.
 
     Attributes:
         is_over: Whether nothing is looked at any more.
     """
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any] | None = None, collate_watch: CollateWatch | None = None
-    ) -> None:
-        self._dataset, self._collate, self._collate_watch = dataset, collate_fn, collate_watch
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
         self.is_over = False
         self._num_looks = 0
         self._content: dict[str, Any] | None = None
@@ -101,12 +90,10 @@ class ReadWatch:
         # Names that a batch read once more has changed again, and those that it has left as they were.
         self._carried: set[_Name] = set()
         self._harmless: set[_Name] = set()
-        # Before the first batch was read: what is held, and a function that reads it again.
-        self._first: tuple[HeldState, dict[_Name, Any], Again] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
-        return vars(ReadWatch(self._dataset, self._collate, self._collate_watch)) | {"is_over": self.is_over}
+        return vars(ReadWatch(self._dataset)) | {"is_over": self.is_over}
 
     def note(self, samples: T) -> T:
         """Note the content of the samples that were read."""
@@ -114,44 +101,32 @@ class ReadWatch:
             self._content = _digest(samples)
         return samples
 
-    def __call__(self, read: Callable[[], T], again: Again | None) -> T:
+    def __call__(self, read: Callable[[], T], again: Callable[[], Any] | None) -> T:
         """Read a batch, and look at what that changes.
 
         Args:
             read: Reads the batch, and tells :meth:`note` of its samples.
-            again: Reads the samples once more and puts generators back, with the same random numbers for 0 and others
-                for another number, and calls a function with them; None where the numbers cannot be had.
+            again: Reads the samples once more, with the same random numbers, and puts generators back; None where these
+                numbers cannot be had.
 
         Warns:
             StatefulWarning: The dataset remembers what was read; once, in the first worker.
         """
         if self.is_over:
             return read()
-        if get_worker_info() is not None:
-            # There the first batch is collated by now.
-            self._try_first()
-        before = _snapshot(self._roots)
-        if again is not None and not self._num_looks:
-            self._first = HeldState(*_held(self._roots)), before, again
+        before = _snapshot(self._dataset)
         self._content = None
         result = read()
-        self._look(before, _snapshot(self._roots), again)
-        if get_worker_info() is None:
-            self._try_first()
+        self._look(before, _snapshot(self._dataset), again)
         self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
         if self.is_over:
             # Nothing of the user's is kept alive.
-            self._first, self._changes = None, {}
+            self._changes = {}
         return result
 
-    @property
-    def _roots(self) -> dict[str, Any]:
-        return {"dataset": self._dataset, "collate_fn": self._collate}
-
-    def _look(self, before: dict[_Name, Any], now: dict[_Name, Any], again: Again | None) -> None:
+    def _look(self, before: dict[_Name, Any], now: dict[_Name, Any], again: Callable[[], Any] | None) -> None:
         self._num_looks += 1
-        # What is collated is looked at by another.
-        changes = {name: of for name, of in _changes(before, now).items() if name.root == "dataset"}
+        changes = _changes(before, now)
         for name, change in changes.items():
             self._changes.setdefault(name, []).append(change)
         new = {name for name, (was, _) in changes.items() if was is not None} - self._carried - self._harmless
@@ -160,71 +135,29 @@ class ReadWatch:
         elif found := sorted(name for name, of in self._changes.items() if self._is_carried(name, of)):
             self._warn(found, is_proven=False)
 
-    def _try_first(self) -> None:
-        """Try, once, whether samples of the first batch depend on what its first reading has left.
-
-        Warns:
-            StatefulWarning: They do.
-        """
-        if self._first is None or not self._num_looks or self.is_over:
-            return
-        (held, before, again), self._first = self._first, None
-        now = _snapshot(self._roots)
-        left = [name for name, value in now.items() if not _is_same(before.get(name), value)]
-        is_small = sum(_size(now[name]) for name in left) <= _MOST_BYTES
-        if not left or not _is_held(before, now) or not is_small or not _can_try(self._roots) or not held.is_whole:
-            return
-        collate = self._collate or _itself
-        present = HeldState(*_held(self._roots))
-        if not present.is_whole:
-            return
-        try:
-            later = _digest(again(1, collate))
-            held.restore()
-            first = _digest(again(1, collate))
-            held.restore()
-            is_other = bool(later and first) and not is_same_batch(later or {}, first or {})
-            depends = is_other and is_same_batch(first or {}, _digest(again(1, collate)) or later or {})
-        except Exception:
-            # It tells nothing of the batch that was read.
-            return
-        finally:
-            present.restore()
-        if depends:
-            remedy = "of a cache, keep what is read, and draw after that"
-            if left[0].root == "collate_fn":
-                remedy = "join samples from batch to batch in a stream in its place (StreamDataModule)"
-                if self._collate_watch is not None:
-                    self._collate_watch.is_over = True
-            self._say(
-                f"{left[0].holder} keeps {_joined(left)} from the first batch that a process reads, and samples depend "
-                "on it. No checkpoint has that, and each worker keeps its own, so a resume is not exact. Draw it in "
-                f"__init__; {remedy}."
-            )
-
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a value; where none could be read again, of counts and queues only."""
         is_often = len(changes) >= _LEAST_CHANGES and self._num_looks in (len(changes), _NUM_LOOKS)
         is_kept = is_often and name not in self._harmless and (name in self._carried or _is_count_or_queue(changes))
-        return is_kept and _is_used(self._roots, name.attribute.rpartition(".")[2])
+        return is_kept and _is_used(self._dataset, name.attribute.rpartition(".")[2])
 
-    def _depends(self, names: set[_Name], again: Again) -> bool:
+    def _depends(self, names: set[_Name], again: Callable[[], Any]) -> bool:
         """Whether samples depend on what was read before, where that can be tried; else False."""
-        if not _can_try(self._roots):
+        if not _can_try(self._dataset):
             return False
-        users = _held(self._roots)
+        users = _held(self._dataset)
         held, large = HeldState(*users), [(one, copy.deepcopy(one)) for one in _large_arrays(users)]
         if not held.is_whole:
             return False
-        before, first = _snapshot(self._roots), self._content
+        before, first = _snapshot(self._dataset), self._content
         try:
-            other = _digest(again(0, _itself))
-            changes = _changes(before, _snapshot(self._roots))
+            other = _digest(again())
+            changes = _changes(before, _snapshot(self._dataset))
             changed = {name for name, pair in changes.items() if len({b"".join(bytes_of(one)) for one in pair}) == 2}
             held.restore()
             # What differs between two readings from one state is drawn from elsewhere.
             if first and other and not is_same_batch(first, other):
-                return is_same_batch(other, _digest(again(0, _itself)) or first)
+                return is_same_batch(other, _digest(again()) or first)
         except Exception:
             # It tells nothing of the batch that was read.
             return False
@@ -253,11 +186,7 @@ class ReadWatch:
 
 def _joined(names: list[_Name]) -> str:
     """The names of the first one's holder, three at most."""
-    return " and ".join([repr(name.attribute) for name in names if name[:3] == names[0][:3]][:3])
-
-
-def _itself(samples: Any) -> Any:
-    return samples
+    return " and ".join([repr(name.attribute) for name in names if name[:2] == names[0][:2]][:3])
 
 
 def _digest(samples: Any) -> dict[str, Any] | None:
@@ -267,24 +196,22 @@ def _digest(samples: Any) -> dict[str, Any] | None:
         return None
 
 
-def _snapshot(roots: Mapping[str, Any]) -> dict[_Name, Any]:
+def _snapshot(dataset: Any) -> dict[_Name, Any]:
     """What the user's objects hold, by name: values, and shallow copies of containers."""
-    found: dict[_Name, Any] = {}
-    for root, value in roots.items():
-        outside: dict[str, Any] = named_outside(value)
-        found |= {_Name(root, "", type(value).__qualname__, name): _copied(item) for name, item in outside.items()}
-    for value, place in islice(_users(roots), _MOST_HOLDERS):
+    outside: dict[str, Any] = named_outside(dataset)
+    found = {_Name("", type(dataset).__qualname__, name): _copied(item) for name, item in outside.items()}
+    for value, place in islice(_users(dataset), _MOST_HOLDERS):
         is_function = isinstance(value, FunctionType)
         held = _named_by(value) if is_function else attributes_of(value)
         holder = value.__qualname__ if is_function else type(value).__qualname__
-        found |= {_Name(place.path[0], _way(place), holder, name): _copied(item) for name, item in held.items()}
+        found |= {_Name(_way(place), holder, name): _copied(item) for name, item in held.items()}
     return found
 
 
-def _users(roots: Mapping[str, Any]) -> Iterator[tuple[Any, Place]]:
+def _users(dataset: Any) -> Iterator[tuple[Any, Place]]:
     """Objects and functions of the user's that are reached, and the place of each."""
     seen: dict[int, Any] = {}
-    for place in reached(roots):
+    for place in reached({"dataset": dataset}):
         value = place.value
         if id(value) in seen or isinstance(value, (type, ModuleType, DataLoader, Sampler)):
             continue
@@ -293,21 +220,15 @@ def _users(roots: Mapping[str, Any]) -> Iterator[tuple[Any, Place]]:
             yield value, place
 
 
-def _held(roots: Mapping[str, Any]) -> list[Any]:
+def _held(dataset: Any) -> list[Any]:
     """The user's objects that attributes lead to."""
-    return [value for value, place in _users(roots) if _way(place)]
+    return [value for value, place in _users(dataset) if _way(place)]
 
 
 def _is_held(before: dict[_Name, Any], now: dict[_Name, Any]) -> bool:
     """Whether all that has changed are values that can be put back, in attributes of objects."""
     changed = [name for name in {**before, **now} if not _is_same(before.get(name), now.get(name))]
     return all(name.way and _is_looked_at(now.get(name)) and _is_looked_at(before.get(name)) for name in changed)
-
-
-def _size(value: Any) -> int:
-    """Bytes of arrays and tensors, those in a container too."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else [value]
-    return sum(int(one.nbytes) for one in items if isinstance(one, (torch.Tensor, np.ndarray)))
 
 
 def _way(place: Place) -> str:
@@ -391,13 +312,13 @@ _LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
 _BY_NAME = {"getattr", "vars", "__dict__", "__getstate__", "deepcopy", "copy"}
 
 
-def _is_used(roots: Mapping[str, Any], name: str) -> bool:
+def _is_used(dataset: Any, name: str) -> bool:
     """Whether code that reads samples does more with an attribute or variable than to count it up.
 
     False for ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, where nothing else in the
     functions that the reading may call names it.
     """
-    places = [place for place in reached(roots) if isinstance(place.value, FunctionType)]
+    places = [place for place in reached({"dataset": dataset}) if isinstance(place.value, FunctionType)]
     functions = [place.value for place in places if is_users(place.value.__module__)]
     called = {*_READ, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
     while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
@@ -456,14 +377,14 @@ def _moves_on(was: Any, now: Any) -> bool:
     return isinstance(now, deque) and isinstance(was, deque)
 
 
-def _can_try(roots: Mapping[str, Any]) -> bool:
+def _can_try(dataset: Any) -> bool:
     """Whether nothing that is reached would be left otherwise by reading a batch once more, and put back.
 
     Iterators, open files and counts shared by processes would, and other objects whose state is not known.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
-    for place in reached(roots):
+    for place in reached({"dataset": dataset}):
         value, kind = place.value, type(place.value)
         if hasattr(kind, "__next__") or isinstance(value, (DataLoader, Sampler)):
             return False
@@ -477,7 +398,7 @@ def _can_try(roots: Mapping[str, Any]) -> bool:
             items = list(value.values()) if isinstance(value, dict) else value
             if not {*map(type, items)} <= _FIXED:
                 return False
-    return sum(int(one.nbytes) for one in _large_arrays(_held(roots))) <= _MOST_BYTES
+    return sum(int(one.nbytes) for one in _large_arrays(_held(dataset))) <= _MOST_BYTES
 
 
 def _large_arrays(holders: list[Any]) -> list[Any]:

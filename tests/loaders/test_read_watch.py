@@ -140,30 +140,6 @@ def cached(dataset: Any, index: int) -> Any:
     return dataset.samples.setdefault(index, index * 2) + random.random()
 
 
-def augmented(dataset: Any, index: int) -> Any:
-    if index not in dataset.samples:
-        dataset.samples[index] = index + random.random()
-    return dataset.samples[index]
-
-
-def from_table(dataset: Any, index: int) -> Any:
-    if dataset.table is None:
-        dataset.table = torch.randperm(SIZE)
-    return dataset.table[index]
-
-
-class Negatives:
-    """Draws a table when it collates for the first time."""
-
-    def __init__(self) -> None:
-        self.table: Any = None
-
-    def __call__(self, samples: Any) -> Any:
-        if self.table is None:
-            self.table = torch.randperm(500)
-        return samples, self.table[torch.randint(0, 500, (len(samples),))]
-
-
 class Counts(Remembers):
     """Counts in many ways, and reads by none of it."""
 
@@ -187,17 +163,6 @@ class Counts(Remembers):
 
 
 NUM_READ = 0
-
-
-class Joins:
-    """Adds a sample of the batch before."""
-
-    def __init__(self) -> None:
-        self.last: list[Any] = [-1]
-
-    def __call__(self, samples: Any) -> Any:
-        joined, self.last = [*samples, *self.last], samples[:1]
-        return joined
 
 
 HARMLESS = {
@@ -249,24 +214,6 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
     assert str(read(make())[0]) == str(batches)
 
 
-DRAWN = {
-    "augmented": (lambda: Remembers(augmented, samples={}), None, "Remembers keeps 'samples'"),
-    "table": (lambda: Remembers(from_table, table=None), None, "Remembers keeps 'table'"),
-    "table of collate_fn": (lambda: range(SIZE), Negatives, "Negatives keeps 'table'"),
-    "buffer of collate_fn": (lambda: range(SIZE), Joins, "Joins keeps 'last'"),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_what_is_drawn_once_and_kept_is_warned_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, collate, words = DRAWN[name]
-    batches, (warning,) = read(make(), collate_fn=collate and collate())
-    assert words in warning
-    assert "Draw it in __init__" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
-    assert str(read(make(), collate_fn=collate and collate())[0]) == str(batches)
-
-
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, said = read(HARMLESS[name](), shuffle=True)
@@ -287,13 +234,9 @@ def test_what_cannot_be_put_back_is_not_read_again() -> None:
 
 def test_in_a_worker_it_is_warned_of_too() -> None:
     # The tests' filters make an error of it there, which is the batch's.
-    for dataset, collate, words in (
-        (Queue(len, held=deque(maxlen=8)), None, "Queue changes 'held'"),
-        (range(SIZE), Negatives(), "Negatives keeps 'table'"),
-    ):
-        loader = StatefulLoader(dataset, batch_size=4, seed=0, num_workers=2, collate_fn=collate)
-        with pytest.raises(StatefulWarning, match=words):
-            list(loader)
+    loader = StatefulLoader(Queue(len, held=deque(maxlen=8)), batch_size=4, seed=0, num_workers=2)
+    with pytest.raises(StatefulWarning, match="Queue changes 'held'"):
+        list(loader)
 
 
 def test_evaluation_and_plain_loaders_are_left_alone() -> None:
