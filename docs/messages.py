@@ -31,7 +31,7 @@ PARTS = {
     ),
     "The Trainer and the callback": ("trainer", "loops"),
     "Data modules": ("data_modules",),
-    "Loaders and patched DataLoaders": ("loaders", "user_loaders"),
+    "Loaders and patched DataLoaders": ("loaders", "user_loaders", "contents"),
     "Samplers of this package": ("samplers", "core"),
     "Samplers of yours": ("user_samplers",),
     "Mixtures and round robin": ("mixture", "samplers/mixture", "loaders/source_datasets", "data_modules/source"),

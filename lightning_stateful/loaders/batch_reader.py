@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lightning_stateful.contents.held_state import CollateWatch, HeldState
+from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.loaders.held_state import CollateWatch, HeldState
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.loaders.planned_batches import (
     OwnPasses,
@@ -27,7 +28,6 @@ from lightning_stateful.loaders.planned_batches import (
     ShownSampler,
     users_sampler,
 )
-from lightning_stateful.loaders.read_watch import ReadWatch
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch

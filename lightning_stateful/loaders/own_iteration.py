@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
+from lightning_stateful.contents.held_state import changed_names, is_untouched, values_in
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import (
     DamagedStateError,
@@ -32,7 +33,6 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
-from lightning_stateful.loaders.held_state import changed_names, is_untouched, values_in
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import ConcatDataset, default_collate
 
+from lightning_stateful.contents.dataset_content import content_now, content_of, glance
 from lightning_stateful.core.skip import whole_plan
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.dataset_content import content_now, content_of, glance
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name

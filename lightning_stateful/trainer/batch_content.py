@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
-from lightning_stateful.loaders.dataset_content import PATH, digest_of_batch, is_same_batch
 from lightning_stateful.loaders.description import warn_unless_restored
-from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl

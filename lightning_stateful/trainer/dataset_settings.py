@@ -13,8 +13,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import ConcatDataset
 
+from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.held_state import HeldState, changed_names
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_stateful import StatefulLoader
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.held_state import HeldState
 
 TEXTS = [list(range(length % 7 + 1)) for length in range(40)]
 

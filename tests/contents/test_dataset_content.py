@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from lightning_stateful import MixtureBatchSampler, StatefulLoader
+from lightning_stateful.contents.dataset_content import content_of
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
-from lightning_stateful.loaders.dataset_content import content_of
 
 
 class Shows(Dataset[int]):

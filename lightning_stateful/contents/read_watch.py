@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
+from lightning_stateful.contents.dataset_content import bytes_of, digest_of_batch, is_same_batch
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.dataset_content import bytes_of, digest_of_batch, is_same_batch
-from lightning_stateful.loaders.held_state import HeldState
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
     PLAIN,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.dataset_content import bytes_of
 from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, package_of
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
