@@ -238,13 +238,23 @@ def parts_of_class(kind: type) -> list[Part]:
     """Generators that are attributes of a class, and the functions of one that is the user's."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
-        for name, part in vars(one).items():
-            function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
-            if identity_of(part) is not None:
-                parts.append((name, part, vars(one), name))
-            elif isinstance(function, FunctionType) and is_users(function.__module__):
-                parts.append((name, function, None, None))
+        parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
     return sorted(parts, key=lambda part: part[0])
+
+
+def _parts_in_class(kind: type) -> list[Part]:
+    parts: list[Part] = []
+    for name, part in vars(kind).items():
+        function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+        if identity_of(part) is not None:
+            parts.append((name, part, vars(kind), name))
+        elif isinstance(function, FunctionType) and is_users(function.__module__):
+            parts.append((name, function, None, None))
+    return parts
+
+
+# Those of torch and Lightning have hundreds of attributes, which stay.
+_parts_in_installed_class = lru_cache(maxsize=4096)(_parts_in_class)
 
 
 # Packages whose functions are none of a user's.

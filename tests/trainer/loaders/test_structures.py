@@ -201,7 +201,7 @@ def test_datasets_set_in_setup_are_served() -> None:
     [
         (StatefulDataModule, "StatefulDataModule has no dataset for this stage"),
         (lambda: StatefulDataModule(plain(10)), "takes datasets, got a DataLoader"),
-        (lambda: Returning(lambda: plain(10, in_order=False)), "in_order=False"),
+        (lambda: Returning(lambda: plain(10, in_order=False, num_workers=2)), "in_order=False"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_name(make: Any, words: str) -> None:
