@@ -37,6 +37,7 @@ def test_each_resumes_from_its_state_in_the_middle_of_its_own_epoch(
     assert 0.3 < batches.index(resumed) / len(batches) < 0.8
 
 
+@pytest.mark.slow
 def test_figures_of_small_sizes_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "in_child", lambda task, *arguments: task(*arguments))
     monkeypatch.setattr(packing_streams, "DOCUMENTS", 300)

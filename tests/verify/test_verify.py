@@ -21,6 +21,7 @@ def outcomes(found: Verification) -> dict[str, str]:
     return {trial.name: trial.outcome for trial in found.trials}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_page_on_verify_runs_from_top_to_bottom_and_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import ConfigurationError
 
 
+@pytest.mark.slow
 def test_a_run_by_pytorch_lightning_is_resumed_exactly(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "support" / "other_package.py"
     command = [sys.executable, str(script), str(tmp_path / "stop.ckpt")]
