@@ -111,8 +111,7 @@ class SeededDataset(Dataset[Any]):
     def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
         held, reads = vars(self)["_held_generators"], vars(self)["_reads"]
         if reads is not None and not reads.is_over:
-            noted = partial(held, seed, partial(_read_seeded, seed, lambda: reads.note(read())))
-            return reads(noted, partial(_read_again, held, seed, read))
+            read = partial(reads, read)
         if not held.is_idle:
             return held(seed, partial(_read_seeded, seed, read))
         return _read_seeded(seed, read)
@@ -124,12 +123,6 @@ def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
         # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
         object.__setattr__(worker, "seed", torch.initial_seed())
     return read()
-
-
-def _read_again(held: HeldGenerators, seed: int, read: Callable[[], Any]) -> Any:
-    """Read samples once more under their seed, and leave all generators alone."""
-    with keep_randomness():
-        return held.isolated(seed, partial(_read_seeded, seed, read))
 
 
 def read_batch(dataset: Any, indices: Any) -> Any:
@@ -428,19 +421,21 @@ class BatchReader:
         if watch is not None and not watch.is_over:
             collate = partial(watch.around, collate)
         run = isolate if isolated else _read_seeded
-        reads = None if self._reads is None or self._reads.is_over else self._reads
+        reads = self._reads
 
         def fetch() -> Any:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
             try:
                 if reads is not None and not reads.is_over:
-                    return _read_watched(reads, seed, held, run, partial(read, index), collate)
+                    one: Callable[[], Any] = partial(reads, partial(read, index))
+                else:
+                    one = partial(read, index)
                 if seed is None:
-                    return collate(read(index))
+                    return collate(one())
                 if held.is_idle:
-                    return run(seed, lambda: collate(read(index)))
-                return held.isolated(seed, partial(run, seed, lambda: collate(read(index))))
+                    return run(seed, lambda: collate(one()))
+                return held.isolated(seed, partial(run, seed, lambda: collate(one())))
             except StopIteration:
                 raise
             except Exception as error:
@@ -454,17 +449,6 @@ def _next_or(fetch: Callable[[], Any], end: object) -> Any:
         return fetch()
     except StopIteration:
         return end
-
-
-def _read_watched(
-    reads: ReadWatch, seed: int | None, held: HeldGenerators, run: Any, read: Callable[[], Any], collate: Any
-) -> Any:
-    def batch() -> Any:
-        return collate(reads.note(read()))
-
-    if seed is None:
-        return reads(batch, None)
-    return reads(partial(held.isolated, seed, partial(run, seed, batch)), partial(_read_again, held, seed, read))
 
 
 def _shown_samplers(users: tuple[Any, Any], batches: PlannedBatches, *, cuts_samples: bool) -> dict[str, Any]:

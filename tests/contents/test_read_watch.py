@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,25 +93,9 @@ def counts_in_closure() -> Any:
     return read
 
 
-def with_partner(dataset: Any, index: int) -> Any:
-    partner, dataset.last = dataset.last, index
-    return index, partner
-
-
 def by_reads(dataset: Any, index: int) -> int:
     dataset.reads += 1
     return index + (100 if dataset.reads > 30 else 0)
-
-
-def shuffled_at_0(dataset: Any, index: int) -> Any:
-    if index == 0:
-        dataset.epoch += 1
-        random.Random(dataset.epoch).shuffle(dataset.order)
-    return dataset.order[index]
-
-
-def counted(dataset: Any, index: int) -> Any:
-    return index + next(dataset.numbers)
 
 
 def takes(dataset: Any, index: int) -> Any:
@@ -180,16 +164,14 @@ HARMLESS = {
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
 REMEMBERING = {
-    "count": (lambda: Remembers(by_reads, reads=0), "Remembers changes 'reads' whenever", False),
-    "counts by key": (lambda: Remembers(by_bins, reads=[0, 0]), "Remembers changes 'reads'", False),
-    "count of a transform": (lambda: Subset(Remembers(Transform()), range(SIZE)), "Transform changes 'calls'", False),
-    "count in the class": (lambda: CountsInClass(len), "CountsInClass changes 'CountsInClass.count'", False),
-    "count in a module": (lambda: Remembers(counts_in_module), "counts_in_module changes 'COUNTS'", False),
-    "count in a closure": (lambda: Remembers(counts_in_closure()), "counts_in_closure.<locals>.read changes 'c", False),
-    "partner": (lambda: Remembers(with_partner, last=0), "Remembers changes 'last'", True),
-    "queue": (lambda: StackDataset(Queue(len, held=deque(maxlen=8))), "Queue changes 'held'", True),
-    "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "'held' and 'number'", True),
-    "reshuffled": (lambda: Remembers(shuffled_at_0, epoch=0, order=[*range(SIZE)]), "'epoch' and 'order'", True),
+    "count": (lambda: Remembers(by_reads, reads=0), "Remembers changes 'reads' whenever"),
+    "counts by key": (lambda: Remembers(by_bins, reads=[0, 0]), "Remembers changes 'reads'"),
+    "count of a transform": (lambda: Subset(Remembers(Transform()), range(SIZE)), "Transform changes 'calls'"),
+    "count in the class": (lambda: CountsInClass(len), "CountsInClass changes 'CountsInClass.count'"),
+    "count in a module": (lambda: Remembers(counts_in_module), "counts_in_module changes 'COUNTS'"),
+    "count in a closure": (lambda: Remembers(counts_in_closure()), "counts_in_closure.<locals>.read changes 'c"),
+    "queue": (lambda: StackDataset(Queue(len, held=deque(maxlen=8))), "Queue changes 'held'"),
+    "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "Remembers changes 'held'"),
 }
 
 
@@ -204,11 +186,10 @@ def read(dataset: Any, **options: Any) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, words, is_proven = REMEMBERING[name]
+    make, words = REMEMBERING[name]
     batches, said = read(make())
     (warning,) = said
     assert words in warning
-    assert ("read again has other samples" in warning) == is_proven
     assert "derive it from the index and the epoch" in warning
     monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
     assert str(read(make())[0]) == str(batches)
@@ -222,14 +203,19 @@ def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.Mo
     assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
 
 
-def test_what_cannot_be_put_back_is_not_read_again() -> None:
-    # An iterator would be moved on; the number in hand may be none that is carried over.
-    numbers = itertools.count()
-    batches, said = read(
-        Remembers(lambda self, index: (setattr(self, "last", index), counted(self, index))[1], numbers=numbers, last=0),
-        shuffle=True,
-    )
-    assert (len(batches), next(numbers), said) == (20, 80, [])
+def with_log(dataset: Any, index: int) -> int:
+    """Keeps the index in hand, and writes down what it reads."""
+    dataset.index = index
+    with dataset.log.open("a") as log:
+        print(dataset.index, file=log)
+    return int(dataset.index)
+
+
+def test_nothing_is_read_a_second_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    _, said = read(Remembers(with_log, index=0, log=log))
+    assert said == []
+    assert [int(line) for line in log.read_text().split()] == [*range(SIZE)] * 2
 
 
 def test_in_a_worker_it_is_warned_of_too() -> None:
