@@ -125,11 +125,19 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def check_state(self, state: Any, path: str) -> None:
         """Refuse a state of another shape, or whose text is not one that is written; see :class:`StreamNode`."""
         super().check_state(state, path)
-        length, most, is_text = self._packing.sequence_length, self._packing.open_sequences or 1, False
+        length, most, is_text, rooms = (
+            self._packing.sequence_length,
+            self._packing.open_sequences or 1,
+            False,
+            list[int](),
+        )
         with suppress(ValueError):
             rooms, waited = _decoded(state["open"], length, most)
             is_text = waited >= 0 and all(rooms) and _encoded(rooms, waited, length) == state["open"]
         refuse_unless(is_text, state["open"], f"the rooms of at most {most} open sequences", f"{path}.open")
+        # What was open held documents that are not read again, so it has been given since.
+        has_given = bool(state["served"] or not rooms)
+        refuse_unless(has_given, state["served"], "the number of sequences given since, 1 or more", f"{path}.served")
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin, or read the documents again that were held when a state was taken."""
