@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, package_of
-from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
@@ -67,11 +66,6 @@ class HeldState:
         """Put everything back as it was."""
         for value, copied in self._kept.values():
             _put_back(value, copied)
-
-    def settings(self) -> str:
-        """Digest of :meth:`plain`."""
-        plain = "\n".join(f"{name}={value}" for name, value in self.plain().items())
-        return hex_digest(plain.encode(errors="surrogatepass"), size=6)
 
     def plain(self) -> dict[str, str]:
         """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""

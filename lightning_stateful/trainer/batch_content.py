@@ -11,7 +11,7 @@ import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch
-from lightning_stateful.contents.held_state import HeldState
+from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -21,6 +21,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.trainer.dataset_settings import DatasetSettings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -51,8 +52,10 @@ class BatchContent:
         self._loaders = {
             path: loader for path, loader in self._map_style.items() if not isinstance(loader.order, WrappedSampler)
         }
-        # Of the datasets as they were built.
-        self._settings = {path: _settings_of(loader) for path, loader in self._loaders.items()}
+        # Of the datasets as they were built; as a pass began; and the names of those that reading changes.
+        self._built = {path: _settings_of(loader) for path, loader in self._loaders.items()}
+        self._at_begin: dict[str, dict[str, str]] = {}
+        self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
         self.settings = DatasetSettings(self._map_style)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
@@ -70,6 +73,12 @@ class BatchContent:
         """Whether all loaders are of map-style datasets."""
         return len(self._map_style) == self._num_loaders
 
+    def note_begin(self, path: str) -> None:
+        """A pass over a loader begins."""
+        self.settings.note_begin(path)
+        if path in self._loaders:
+            self._at_begin[path] = _settings_of(self._loaders[path])
+
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: Callable[[], tuple[int, int]]) -> None:
         """Digest a batch that is about to be handed over, if it is a hundredth one.
 
@@ -81,6 +90,9 @@ class BatchContent:
             at: Gives its epoch and number, for people.
         """
         self.settings.note_read(path)
+        if (before := self._at_begin.pop(path, None)) is not None:
+            # The index in hand, say.
+            self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
         plan, step = whole_plan(plan, step)
@@ -222,9 +234,11 @@ class BatchContent:
             raise StateMismatchError([_difference(*one) for one in found], where="The checkpoint's data state")
 
     def _changed_settings(self, path: str) -> str:
-        """Digest of a dataset's settings, where it has changed them since it was built; else empty."""
-        now = _settings_of(self._loaders[path])
-        return "" if now == self._settings[path] else now
+        """Digest of what else than reading has changed of a dataset's settings since it was built; empty for none."""
+        built, now = self._built[path], _settings_of(self._loaders[path])
+        names = changed_names(built, now) - self._changed_by_reading[path]
+        changed = "\n".join(f"{name}={now.get(name)}" for name in sorted(names))
+        return hex_digest(changed.encode(errors="surrogatepass"), size=6) if names else ""
 
     def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         looked, before = path in self._before_hooks, self._before_hooks.get(path)
@@ -303,8 +317,8 @@ def _read_by(loader: StatefulLoader) -> list[Any]:
     return [loader.batch_size, loader.seed if loader.seed_samples else None]
 
 
-def _settings_of(loader: StatefulLoader) -> str:
-    return HeldState(loader.dataset, containers=False).settings()
+def _settings_of(loader: StatefulLoader) -> dict[str, str]:
+    return HeldState(loader.dataset, containers=False).plain()
 
 
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:

@@ -415,7 +415,7 @@ class TrainLoaders:
             compare, self._compare = self._compare, None
             compare()
         if self._notes_content:
-            self.content.settings.note_begin(path)
+            self.content.note_begin(path)
         self._warn_of_changed_arguments(path)
         epoch, step = self._next_step()
         self._first_steps[path] = step

@@ -55,6 +55,24 @@ def test_another_order_that_nothing_shows_is_refused_by_the_batch(saved: Path, w
     assert [event for event in model.ledger if event[0] == "train"] == []
 
 
+class InHand(Hidden):
+    """Notes the sample that it reads, which is no setting that a hook has changed."""
+
+    current = -1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.current = index
+        return super().__getitem__(self.current)
+
+
+def test_it_is_compared_where_reading_changes_an_attribute(tmp_path: Path) -> None:
+    path = tmp_path / "stop.ckpt"
+    stopped(path, lambda: module(InHand()), epoch=1, batch=3)
+    train(lambda: module(InHand()), ckpt_path=path)
+    with pytest.raises(StateMismatchError, match=r"dataset\.content"):
+        train(lambda: module(InHand(1)), ckpt_path=path)
+
+
 @pytest.mark.parametrize("options", [{"accept": "dataset.content"}, {"check_content": False}], ids=str)
 def test_it_passes_where_it_is_accepted_or_not_asked_for(saved: Path, options: Any) -> None:
     assert train(lambda: module(Hidden(1), **options), ckpt_path=saved).global_step == 33
