@@ -65,7 +65,7 @@ class HeldState:
     def restore(self) -> None:
         """Put everything back as it was."""
         for value, copied in self._kept.values():
-            _put_back(value, copied)
+            put_back(value, copied)
 
     def plain(self) -> dict[str, str]:
         """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""
@@ -147,7 +147,8 @@ def _copied(value: Any, *, containers: bool) -> Any:
     return dict(held) if isinstance(held, dict) else None
 
 
-def _put_back(value: Any, copied: Any) -> None:
+def put_back(value: Any, copied: Any) -> None:
+    """Put back what a shallow copy of a value has kept; methods of the value's own class are not called."""
     if isinstance(value, torch.Tensor):
         if not torch.equal(value, copied):
             value.detach().copy_(copied)
@@ -162,10 +163,10 @@ def _put_back(value: Any, copied: Any) -> None:
     elif isinstance(value, list):
         list.__setitem__(value, slice(None), copied)
     elif isinstance(value, bytearray):
-        value[:] = copied
-    elif type(value) is deque:
-        value.clear()
-        value.extend(copied)
+        bytearray.__setitem__(value, slice(None), copied)
+    elif isinstance(copied, deque):
+        deque.clear(value)
+        deque.extend(value, copied)
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, copied)

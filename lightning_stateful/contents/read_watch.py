@@ -6,7 +6,6 @@ import dis
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import islice, pairwise
 from operator import is_, le
 from types import CodeType, FunctionType, ModuleType
@@ -21,6 +20,7 @@ from lightning_stateful.samplers.attributes import (
     BUILT_IN,
     Place,
     attributes_of,
+    closure_of,
     is_users,
     named_outside,
     names_in,
@@ -162,10 +162,7 @@ def _way(place: Place) -> str:
 def _named_by(function: FunctionType) -> dict[str, Any]:
     """Values of a function's closure, and those of its module that it names."""
     held = {name: function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):
-            held[name] = cell.cell_contents
-    return held
+    return held | closure_of(function)
 
 
 _KINDS = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray, np.generic)

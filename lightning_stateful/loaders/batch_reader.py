@@ -427,10 +427,9 @@ class BatchReader:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
             try:
+                one: Callable[[], Any] = partial(read, index)
                 if reads is not None and not reads.is_over:
-                    one: Callable[[], Any] = partial(reads, partial(read, index))
-                else:
-                    one = partial(read, index)
+                    one = partial(reads, one)
                 if seed is None:
                     return collate(one())
                 if held.is_idle:

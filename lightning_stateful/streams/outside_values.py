@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from types import CellType, FunctionType, MappingProxyType, ModuleType
@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from lightning_stateful.contents.held_state import put_back
 from lightning_stateful.samplers.attributes import PLAIN, is_users, names_in, reached, variables_in
 from lightning_stateful.samplers.fingerprint import hex_digest
-from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state, state_of_generator
+from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.user_samplers.sampler_copy import shown
 
 # A cell, module or class, and the name of a variable in it.
@@ -98,7 +99,7 @@ class OutsideValues:
             return
         self.can_be_restored &= not isinstance(value, Iterator)
         with suppress(Exception):  # A generator by the operating system has no state.
-            if (copied := copy_contents(value)) is not None:
+            if (copied := _copied(value)) is not None:
                 self._contents[id(value)] = name, value, copied
 
     def restore(self) -> None:
@@ -107,7 +108,7 @@ class OutsideValues:
             if _read(at) is not value:
                 _write(at, value)
         for _, value, copied in self._contents.values():
-            put_contents_back(value, copied)
+            put_back(value, copied)
 
     def digests(self, *, of_generators: bool = True) -> dict[str, str]:
         """Digests of what they are now, by name, to be compared in another process too.
@@ -161,7 +162,7 @@ def _write(at: _Variable, value: Any) -> None:
         holder[name] = value
 
 
-def copy_contents(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """A shallow copy of what a container, array, generator or object of a user's class holds; None for others."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
@@ -176,25 +177,3 @@ def copy_contents(value: Any) -> Any:
     held = getattr(value, "__dict__", None)
     is_object = isinstance(held, dict) and not isinstance(value, (type, FunctionType, ModuleType))
     return dict(held) if is_object and held is not None and is_users(type(value).__module__) else None
-
-
-def put_contents_back(value: Any, copied: Any) -> None:
-    """Put back what :func:`copy_contents` has copied."""
-    if isinstance(value, torch.Tensor):
-        value.detach().copy_(copied)
-    elif isinstance(value, np.ndarray):
-        value[...] = copied
-    elif isinstance(value, GENERATORS):
-        set_generator_state(value, copied)
-    elif isinstance(value, (list, bytearray)):
-        type(copied).__setitem__(value, slice(None), copied)
-    elif isinstance(value, deque):
-        deque.clear(value)
-        deque.extend(value, copied)
-    elif isinstance(value, (set, dict)):
-        base: Any = OrderedDict if isinstance(value, OrderedDict) else type(copied)
-        base.clear(value)
-        base.update(value, copied)
-    else:
-        vars(value).clear()
-        vars(value).update(copied)
