@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from operator import is_, le
 from types import CodeType, FunctionType, ModuleType
@@ -82,21 +82,32 @@ class ReadWatch:
         """
         if self.is_over:
             return read()
-        before = _snapshot(self._dataset)
+        before = self._snapshot()
         samples = read()
-        self._look(_changes(before, _snapshot(self._dataset)))
+        if found := self._look(before):
+            self._warn(found)
         self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
         if self.is_over:
             # Nothing of the user's is kept alive.
             self._changes = {}
         return samples
 
-    def _look(self, changes: Mapping[_Name, tuple[Any, Any]]) -> None:
-        self._num_looks += 1
-        for name, change in changes.items():
+    def _snapshot(self) -> dict[_Name, Any]:
+        try:
+            return _snapshot(self._dataset)
+        except Exception:
+            # A thread of the user's may change a container meanwhile: no look at it ends a run.
+            self.is_over = True
+            return {}
+
+    def _look(self, before: dict[_Name, Any]) -> list[_Name]:
+        """The counts and queues that are carried over, if a look shows some."""
+        now, self._num_looks = self._snapshot(), self._num_looks + 1
+        if self.is_over:
+            return []
+        for name, change in _changes(before, now).items():
             self._changes.setdefault(name, []).append(change)
-        if found := sorted(name for name, of in self._changes.items() if self._is_carried(name, of)):
-            self._warn(found)
+        return sorted(name for name, of in self._changes.items() if self._is_carried(name, of))
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""

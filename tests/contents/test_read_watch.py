@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
 
 from lightning_stateful import StatefulLoader
+from lightning_stateful.contents import read_watch
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders import batch_reader
 
@@ -230,3 +231,12 @@ def test_evaluation_and_plain_loaders_are_left_alone() -> None:
     dataset = Remembers(by_reads, reads=0)
     list(DataLoader(dataset))
     assert dataset.reads == SIZE
+
+
+def test_a_look_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(dataset: Any) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(read_watch, "_snapshot", fails)
+    batches, said = read(Remembers(by_reads, reads=0))
+    assert (len(batches), said) == (20, [])
