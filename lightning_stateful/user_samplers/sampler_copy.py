@@ -269,7 +269,8 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
             array = as_array(part) if isinstance(part, torch.Tensor) and part.layout == torch.strided else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 # Five times as fast as a digest of 128 bits, for a change that nobody has made to go unseen.
-                hashed.update(f"{array.nbytes} {crc32(array.tobytes())};".encode())
+                held = array if array.flags.c_contiguous else array.tobytes()
+                hashed.update(f"{array.nbytes} {crc32(held)};".encode())
         elif not isinstance(part, GENERATORS):
             for name, item in attributes_of(part).items():
                 is_epoch = type(item) is int and item == epoch
@@ -404,11 +405,28 @@ def _all_shown(values: list[Any], of_copy: bool = False) -> str:
     """What :func:`_shown` shows of each value; many times faster if all are plain, or lists of plain values."""
     kinds, plain = set(map(type, values)), values
     if kinds <= {list, tuple} and max(map(len, values), default=0) <= LONG:
+        are_integers = {int}.issuperset(type(value[0]) for value in values if value)
+        if are_integers and (written := as_written(values)) is not None:
+            return written.hex()
         plain = list(chain.from_iterable(values))
     if BUILT_IN.issuperset(map(type, plain)):
         # Version 0 writes equal values alike.
         return marshal.dumps(values, 0).hex()
     return str([_shown(value, of_copy) for value in values])
+
+
+def as_written(values: Any) -> bytes | None:
+    """Integers of 32 bits in lists, as bytes that are equal for equal ones; None if there is anything else.
+
+    This takes a fraction of the time of looking at the type of each.
+    """
+    try:
+        written = marshal.dumps(values, 0)
+    except ValueError:
+        return None
+    # Such an integer, and the length of a list or tuple, take four bytes behind a letter; so each fifth byte is a
+    # letter, unless something else comes before it, of which the letter is another one.
+    return None if written[::5].translate(None, b"[(i") else written
 
 
 def _spread(values: Any) -> list[Any]:
