@@ -218,12 +218,10 @@ class OwnRandomness:
             self._own = _snapshot()
 
     def __enter__(self) -> None:
-        self._others = _snapshot()
-        _put_back(self._own)
+        self._others = _exchange(self._own)
 
     def __exit__(self, *error: object) -> None:
-        self._own = _snapshot()
-        _put_back(self._others)
+        self._own = _exchange(self._others)
 
 
 _NUM_WORDS = 624
@@ -362,3 +360,16 @@ def _put_back(snapshot: _Snapshot) -> None:
         _TORCH.set_state(of_torch)
     else:
         _TORCH_MEMORY.raw = of_torch
+
+
+def _exchange(snapshot: _Snapshot) -> _Snapshot:
+    """Restore a :func:`_snapshot`, and return that of the states that there were."""
+    of_numpy = _numpy_memory(_bit_generator())
+    if type(snapshot) is not tuple or of_numpy is None or _TORCH_MEMORY is None:
+        before = _snapshot()
+        _put_back(snapshot)
+        return before
+    # In one go, as this is done twice for each batch of a user's sampler.
+    held = _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+    _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = snapshot
+    return held

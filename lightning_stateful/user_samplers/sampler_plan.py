@@ -184,13 +184,12 @@ class SamplerEpochPlan:
         is_first = True
         while True:
             end = self._length
-            has_more = not (pads or is_first or end is None or end - index < 2 * full)
-            if has_more and (items := walk.next_items(full)) is not None:
+            if not (pads or is_first or end is None):
                 # Most steps are alike.
-                items = self._in_order(items, index) if shuffles else items
-                yield index + rank, items[rank::num_replicas]
-                index += full
-                continue
+                for items in walk.steps(full, (end - index) // full - 1):
+                    items = self._in_order(items, index) if shuffles else items
+                    yield index + rank, items[rank::num_replicas]
+                    index += full
             if end is not None and not rule.num_steps(end - index):
                 break
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
