@@ -215,19 +215,28 @@ class OwnRandomness:
         """Seed them; not within a block."""
         with keep_randomness():
             seed_randomness(seed)
-            self._own = _snapshot()
+            self._held = _snapshot()
 
-    def __enter__(self) -> None:
-        self._others = _exchange(self._own)
+    def _exchange(self, *_: object) -> None:
+        """Exchange the states of the process's generators for those held: its own outside a block, others within."""
+        of_numpy = _numpy_memory(_bit_generator())
+        if _TORCH_MEMORY is None or of_numpy is None or type(self._held) is not tuple:
+            before = _snapshot()
+            _put_back(self._held)
+            self._held = before
+            return
+        # In one go, as this is done twice for each batch of a user's sampler.
+        before = _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+        _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = self._held
+        self._held = before
 
-    def __exit__(self, *error: object) -> None:
-        self._own = _exchange(self._others)
+    __enter__ = __exit__ = _exchange
 
 
 _NUM_WORDS = 624
 
 
-def torch_memory(generator: torch.Generator) -> Any:
+def torch_memory(generator: Any) -> Any:
     """The memory of a CPU generator of torch's: seed, position, words, and normal numbers kept for later.
 
     None if this version of torch has it elsewhere than where it is looked for.
@@ -243,7 +252,8 @@ _TORCH_BYTES = 8 + 12 + 4 * _NUM_WORDS + 4 + 8 + 16
 @lru_cache(maxsize=1)
 def _torch_offset() -> int:
     """The offset of its state in a CPU generator of torch's; 0: unknown."""
-    tried, seed = [torch.Generator(), torch.Generator()], 0x0123456789ABCDEF
+    tried: list[Any] = [torch.Generator(), torch.Generator()]
+    seed = 0x0123456789ABCDEF
     if sys.implementation.name != "cpython" or not all(hasattr(one, "_cdata") for one in tried):
         return 0
     tried[0].manual_seed(seed)
@@ -360,16 +370,3 @@ def _put_back(snapshot: _Snapshot) -> None:
         _TORCH.set_state(of_torch)
     else:
         _TORCH_MEMORY.raw = of_torch
-
-
-def _exchange(snapshot: _Snapshot) -> _Snapshot:
-    """Restore a :func:`_snapshot`, and return that of the states that there were."""
-    of_numpy = _numpy_memory(_bit_generator())
-    if type(snapshot) is not tuple or of_numpy is None or _TORCH_MEMORY is None:
-        before = _snapshot()
-        _put_back(snapshot)
-        return before
-    # In one go, as this is done twice for each batch of a user's sampler.
-    held = _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
-    _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = snapshot
-    return held

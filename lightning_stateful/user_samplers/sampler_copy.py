@@ -269,7 +269,7 @@ def digest_of_contents(sampler: Any, dataset: Any = None, *, epoch: int = -1, of
             array = as_array(part) if isinstance(part, torch.Tensor) and part.layout == torch.strided else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 # Five times as fast as a digest of 128 bits, for a change that nobody has made to go unseen.
-                held = array if array.flags.c_contiguous else array.tobytes()
+                held: Any = array if array.flags.c_contiguous else array.tobytes()
                 hashed.update(f"{array.nbytes} {crc32(held)};".encode())
         elif not isinstance(part, GENERATORS):
             for name, item in attributes_of(part).items():

@@ -130,7 +130,7 @@ class SamplerPass:
         iterated = self._iterated
         if self._ready or self.end is not None or self._failure is not None or iterated is None:
             return
-        iterator, copies, entered, append = self._iterator, self._copies, iterated.entered, self._taken.append
+        iterator, copies, block, append = self._iterator, self._copies, iterated.entered(), self._taken.append
         left = left_of_kept(iterator)
         for _ in range(min(most, (self._noted_next - self.drawn) // count)):
             items: list[Any] = []
@@ -138,7 +138,7 @@ class SamplerPass:
                 if left() >= count:
                     items += map(_kept, islice(iterator, count)) if copies else islice(iterator, count)
                 else:
-                    with entered():
+                    with block:
                         items += map(_kept, islice(iterator, count)) if copies else islice(iterator, count)
             except Exception as error:
                 self._failure = error
