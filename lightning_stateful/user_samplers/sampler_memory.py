@@ -165,8 +165,9 @@ class SamplerMemory:
             )
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
-            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
-            self._contents = self._contents if any(self._contents) else self._contents_of(order, now)
+            known: dict[int, str] = {}
+            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], known=known)
+            self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
         begun.entry = [*begun.label, 0]
@@ -191,7 +192,8 @@ class SamplerMemory:
         if epoch <= self.passes[-1][0]:
             return ""
         self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
-        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        known: dict[int, str] = {}
+        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch, known=known)
         if self._ended_with not in ("", now) and not order.has_set_epoch:
             latest = digest_of_contents(order.sampler, order.dataset, epoch=self.passes[-1][0])
             if self._ended_with != latest:
@@ -201,7 +203,7 @@ class SamplerMemory:
                     once="changed",
                 )
                 return now
-        held, self._contents = self._contents, self._contents_of(order, now)
+        held, self._contents = self._contents, self._contents_of(order, now, known)
         if held == self._contents:
             return now
         if self._is_changed_by_others(order, held):
@@ -214,12 +216,12 @@ class SamplerMemory:
         # Trying copies may have changed what they share with it.
         return ""
 
-    def _contents_of(self, order: UserSampler, own: str) -> tuple[str, str]:
+    def _contents_of(self, order: UserSampler, own: str, known: dict[int, str]) -> tuple[str, str]:
         """Digests of what it holds, ``own``, and of what else may decide what it yields beside its earlier passes."""
         if order.is_known:
             return "", repr(order.parameters())
         depends = order.facts.remembers and not order.facts.is_harmless
-        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset))
+        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset, known))
 
     def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
