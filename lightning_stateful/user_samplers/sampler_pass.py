@@ -131,15 +131,18 @@ class SamplerPass:
         if self._ready or self.end is not None or self._failure is not None or iterated is None:
             return
         iterator, copies, block, append = self._iterator, self._copies, iterated.entered(), self._taken.append
-        left = left_of_kept(iterator)
+        left, source = left_of_kept(iterator), map(_kept, iterator) if copies else iterator
+        is_one = count == 1
         for _ in range(min(most, (self._noted_next - self.drawn) // count)):
             items: list[Any] = []
             try:
                 if left() >= count:
-                    items += map(_kept, islice(iterator, count)) if copies else islice(iterator, count)
+                    items += (next(source),) if is_one else islice(source, count)
                 else:
                     with block:
-                        items += map(_kept, islice(iterator, count)) if copies else islice(iterator, count)
+                        items += (next(source),) if is_one else islice(source, count)
+            except StopIteration:
+                pass
             except Exception as error:
                 self._failure = error
             finally:
