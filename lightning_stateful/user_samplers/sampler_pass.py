@@ -31,8 +31,8 @@ from lightning_stateful.user_samplers.rank_exchange import post, posted
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
-# Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of these.
-_DIGEST_STRIDE, _LATE_STRIDE = 1024, 2**13
+# Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
+_DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
 _KEPT_NOTES = 512
 # Samples before the present one of which a digest is taken when a state is asked for; of whole batches it is one.
@@ -122,7 +122,7 @@ class SamplerPass:
         return len(self._ready)
 
     def steps(self, count: int, most: int) -> Iterator[list[Any]]:
-        """The next steps of ``count`` items each, at most so many, and none with the next item that is noted.
+        """The next steps of ``count`` items each, at most so many; only of indices with items that are noted.
 
         They end before that where the sampler ends or fails; what it has yielded of one more step is ready then. These
         are most steps of an epoch, each in half the time of :meth:`look_ahead` and :meth:`take`.
@@ -133,7 +133,12 @@ class SamplerPass:
         iterator, copies, block, append = self._iterator, self._copies, iterated.entered(), self._taken.append
         left, source = left_of_kept(iterator), map(_kept, iterator) if copies else iterator
         is_one = count == 1
-        for _ in range(min(most, (self._noted_next - self.drawn) // count)):
+        if self.drawn > self._noted_next:
+            self._noted_next = self._next_note(self.drawn)
+        if is_one or self.has_states or not self._taken or type(self._taken[-1][1][-1]) is not int:
+            # The sampler may change a container that is noted, and gives its state before an item.
+            most = min(most, (self._noted_next - self.drawn) // count)
+        for _ in range(most):
             items: list[Any] = []
             try:
                 if left() >= count:
@@ -148,6 +153,9 @@ class SamplerPass:
             finally:
                 # What a sampler yielded before it failed stays.
                 self.drawn += len(items)
+            while self._noted_next < self.drawn:
+                self._note(self._noted_next, items[self._noted_next - self.drawn], None)
+                self._noted_next = self._next_note(self._noted_next + 1)
             if len(items) < count:
                 self._ready = items
                 if self._failure is None:
@@ -367,8 +375,7 @@ def left_of_kept(iterator: Any) -> Callable[[], int]:
 def next_digest_index(index: int) -> int:
     """The first item at or after ``index`` of which a digest is noted."""
     if index >= _DIGEST_STRIDE:
-        stride = _DIGEST_STRIDE if index <= _LATE_STRIDE else _LATE_STRIDE
-        return -(-index // stride) * stride
+        return -(-index // _DIGEST_STRIDE) * _DIGEST_STRIDE
     return index if index < 2 else 1 << (index - 1).bit_length()
 
 
