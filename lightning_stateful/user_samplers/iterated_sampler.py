@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import repeat
 from typing import Any, Protocol
@@ -62,6 +62,8 @@ class IteratedSampler:
         self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
         self._settings, self._asked = settings, asked
         self._random, self._outside = OwnRandomness(seed), OutsideRandomness(outside)
+        is_plain = not (settings or asked is not None or outside)
+        self._block: AbstractContextManager[None] = self._random if is_plain else _Told(self._blocks)
 
     def begin(
         self,
@@ -102,19 +104,20 @@ class IteratedSampler:
             return to_plain(self.sampler.state_dict(), f"{type(self.sampler).__qualname__}.state_dict()")
 
     def entered(self) -> AbstractContextManager[None]:
-        """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of."""
-        is_plain = not (self._settings or self._asked is not None or self._outside.states)
-        return self._random if is_plain else self._told_of_ranks()
+        """A block in which to run the sampler's code: it sees its own randomness, and the ranks that it is told of.
 
-    @contextmanager
-    def _told_of_ranks(self) -> Iterator[None]:
-        with (
-            self._random,
-            self._outside,
-            told(self._settings),
-            nullcontext() if self._asked is None else self._asked.answering(),
-        ):
-            yield
+        It may be entered again and again.
+        """
+        return self._block
+
+    def _blocks(self) -> Iterator[AbstractContextManager[Any]]:
+        yield self._random
+        if self._outside.states:
+            yield self._outside
+        if self._settings:
+            yield told(self._settings)
+        if self._asked is not None:
+            yield self._asked.answering()
 
     def _reseed(self, *labels: int) -> None:
         self._random.seed(derive_seed("sampler", self._seed, *labels))
@@ -124,6 +127,22 @@ class IteratedSampler:
             if identity_of(generator) not in self._outside.identities:
                 seed_generator(generator, seed_of(path))
         self._outside.seed(seed_of)
+
+
+class _Told:
+    """A block that enters others, made anew each time."""
+
+    def __init__(self, blocks: Callable[[], Iterator[AbstractContextManager[Any]]]) -> None:
+        self._blocks, self._entered = blocks, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for block in self._blocks():
+                stack.enter_context(block)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 class OutsideRandomness:

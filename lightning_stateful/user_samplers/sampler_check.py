@@ -17,6 +17,7 @@ from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_copy import (
     SamplerCopy,
+    as_written,
     digest_of_contents,
     names_unseen,
     surroundings_of,
@@ -30,8 +31,9 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
 )
 
-# Items by which the beginning of an epoch is known, items drawn at a time, and the most of an epoch that is looked at.
-COMPARED, _DRAWN, _MOST, _MOST_ENDLESS = 64, 4096, 2**20, 2**14
+# Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
+# and the most of an epoch that is looked at.
+COMPARED, _DRAWN, _DRAWN_OF_KNOWN, _MOST, _MOST_ENDLESS = 64, 2**12, 2**16, 2**20, 2**14
 # Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
 _QUICK, PATIENCE = 2.0, 20.0
 _END = object()
@@ -54,8 +56,9 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
-    facts, shared = SamplerFacts(), surroundings_of(order.sampler, order.dataset)
-    facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
+    facts, known = SamplerFacts(), dict[int, str]()
+    facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
+    shared = surroundings_of(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = _iterated(order, copied.sampler, choose, asked)
     with suppress(Exception), tried.entered():
@@ -247,25 +250,23 @@ class _Followed:
         if facts.says is not None:
             self._most = min(facts.says + (not order.is_cut), _MOST)
         self._drawn, self._chained, self._noted_next, self._started = 0, "", 0, time.perf_counter()
-        # Indices stay as they are; others are copied as they come.
+        self._running, self._beginning = hashlib.blake2b(digest_size=8), list[Any]()
+        # Indices stay as they are; others are written as they come.
         self._are_indices = False
         self._follow(at_last)
 
     def _follow(self, at_last: Callable[[], object]) -> None:
-        order, facts, running, beginning = self._order, self._facts, hashlib.blake2b(digest_size=8), list[Any]()
+        order, facts = self._order, self._facts
         while size := self._num_wanted():
+            before = self._drawn
             with self._tried.entered():
-                chunk = self._draw(size)
-            before, self._drawn = self._drawn, self._drawn + len(chunk)
+                self._draw(size)
             if before < 2:
-                self._look_at_first(chunk)
-            beginning += map(told_apart, chunk[: _num_first(order) - len(beginning)])
-            # Version 0 writes equal values alike; it takes a third of the time of their digits.
-            running.update(marshal.dumps(chunk, 0))
-            facts.marks[self._drawn] = running.hexdigest()
-            if self._drawn == facts.says and chunk:
+                self._look_at_length()
+            facts.marks[self._drawn] = self._running.hexdigest()
+            if self._drawn == facts.says and self._drawn > before:
                 at_last()
-            if len(chunk) < size:
+            if self._drawn < before + size:
                 facts.length = self._drawn
                 break
             if self._drawn == STATE_STRIDE and self._has_states:
@@ -275,7 +276,7 @@ class _Followed:
             facts.length = self._drawn if self._drawn == facts.says else None
         if facts.says is not None and not order.is_cut and self._drawn > facts.says:
             facts.length = self._drawn
-        facts.begins = digest(beginning)
+        facts.begins = digest(self._beginning)
 
     def _num_wanted(self) -> int:
         """The items to draw next; 0 where no more is looked at."""
@@ -283,40 +284,47 @@ class _Followed:
         may_be_endless = says is None and drawn >= _DRAWN
         if may_be_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - self._started > _QUICK):
             return 0
-        stride = COMPARED if drawn < COMPARED else _DRAWN
+        stride = COMPARED if drawn < COMPARED else _DRAWN if says is None else _DRAWN_OF_KNOWN
         stride = STATE_STRIDE if self._has_states and drawn < STATE_STRIDE else stride
         size = min(stride - drawn % stride if drawn else 2, self._most - drawn)
         return size if says is None or drawn >= says else min(size, says - drawn)
 
-    def _draw(self, size: int) -> list[Any]:
-        """The next items as they are now, because a sampler may change later what it has yielded."""
-        chunk: list[Any] = []
-        while len(chunk) < size:
-            index = self._drawn + len(chunk)
-            if index != self._noted_next and (self.state is None or len(self.following) == STATE_STRIDE):
-                until_noted = self._noted_next - index if index < self._noted_next else size
-                wanted = min(size - len(chunk), until_noted)
-                block = self._drawn_at_once(wanted)
-                chunk += block
-                if len(block) < wanted:
+    def _draw(self, size: int) -> None:
+        """Draw the next items, and digest them as they are now: a sampler may change later what it has yielded."""
+        last = self._drawn + size
+        while self._drawn < last:
+            index, kept = self._drawn, _num_first(self._order) - len(self._beginning)
+            is_followed = self.state is not None and len(self.following) < STATE_STRIDE
+            if index != self._noted_next and kept <= 0 and not is_followed:
+                wanted = min(last, self._noted_next if index < self._noted_next else last) - index
+                if self._draw_at_once(wanted) < wanted:
                     break
                 continue
             item = next(self._items, _END)
             if item is _END:
                 break
             self._note(index, item)
-            chunk.append(_plain(item))
-        return chunk
+            self._running.update(_written(item))
+            if kept > 0:
+                self._beginning.append(told_apart(item))
+                self._are_indices = type(self._beginning[-1]) is int
+            self._drawn += 1
 
-    def _drawn_at_once(self, wanted: int) -> list[Any]:
-        """Items between two that are noted."""
-        if not self._are_indices:
-            return list(map(_plain, islice(self._items, wanted)))
-        block = list(islice(self._items, wanted))
-        if {int}.issuperset(map(type, block)):
-            return block
-        self._are_indices = False
-        return list(map(_plain, block))
+    def _draw_at_once(self, wanted: int) -> int:
+        """Draw items between two that are noted; the number of those that there were."""
+        if self._are_indices:
+            items = list(islice(self._items, wanted))
+            written, count = as_written(items), len(items)
+            # Each has as many bytes as the header.
+            self._are_indices = written is not None and len(written) == _HEADER * (1 + count)
+            self._running.update(written[_HEADER:] if written and self._are_indices else b"".join(map(_written, items)))
+        else:
+            # Each while the processor has what is in it at hand.
+            parts = list(map(_written, islice(self._items, wanted)))
+            self._running.update(b"".join(parts))
+            count = len(parts)
+        self._drawn += count
+        return count
 
     def _note(self, index: int, item: Any) -> None:
         if index == self._noted_next:
@@ -328,8 +336,7 @@ class _Followed:
         if self.state is not None and len(self.following) < STATE_STRIDE:
             self.following.append(digest(item))
 
-    def _look_at_first(self, chunk: list[Any]) -> None:
-        self._are_indices = {int}.issuperset(map(type, chunk))
+    def _look_at_length(self) -> None:
         with suppress(Exception), self._tried.entered():
             self._facts.counts_down = self._order.length_of(self._tried.sampler) != self._facts.says
 
@@ -339,9 +346,20 @@ def _num_first(order: UserSampler) -> int:
     return STATE_STRIDE if has_own_state(order) else COMPARED
 
 
-def _plain(item: Any) -> Any:
-    """An item as it is now: a number, a list of numbers, or a digest."""
-    return item.copy() if type(item) is list and set(map(type, item)) <= {int} else told_apart(item)
+def _written(item: Any) -> bytes:
+    """Bytes that tell an item from others: of a number, a list of numbers, or a digest."""
+    if type(item) is list:
+        written = as_written(item)
+        if written is not None:
+            return written
+        if {int}.issuperset(map(type, item)):
+            return marshal.dumps(item, 0)
+    # Version 0 writes equal values alike.
+    return marshal.dumps(told_apart(item), 0)
+
+
+# Bytes in front of the items of a list that is written.
+_HEADER = 5
 
 
 def told_apart(item: Any) -> Any:

@@ -163,32 +163,37 @@ class SamplerMemory:
                 "numbers, strings, tuples or dataclasses.",
                 once="unseen",
             )
-        self.compare_epochs(order, begun.label[0])
+        now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
-            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
-            self._contents = self._contents if any(self._contents) else self._contents_of(order, now)
+            known: dict[int, str] = {}
+            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], known=known)
+            self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
-        self._latest, self._ended_with = begun, ""
+        self._latest, self._ended_with, self._began_with = begun, "", now
 
     def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
         """Whether a sampler that remembers its passes begins with an epoch for which they would have to be known."""
         is_first = not self.passes and begun.label[0] > self.first_epoch
         return is_first and order.remembers and order.is_trained_on and not begun.has_state
 
-    def compare_epochs(self, order: UserSampler, epoch: int) -> None:
+    def compare_epochs(self, order: UserSampler, epoch: int) -> str:
         """Warn where something else than its own iteration has changed the sampler, or what it yields, before an epoch.
 
         What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
+
+        Returns:
+            A digest of what the sampler holds now; empty if none is known.
         """
         if not (self.passes and order.is_trained_on) or "changed" in self._warned or "nondeterministic" in order.accept:
-            return
+            return ""
         if epoch <= self.passes[-1][0]:
-            return
+            return ""
         self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
-        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch)
+        known: dict[int, str] = {}
+        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch, known=known)
         if self._ended_with not in ("", now) and not order.has_set_epoch:
             latest = digest_of_contents(order.sampler, order.dataset, epoch=self.passes[-1][0])
             if self._ended_with != latest:
@@ -197,22 +202,26 @@ class SamplerMemory:
                     "from here on is exact only if the same is set again before its first batch, in on_train_start.",
                     once="changed",
                 )
-                return
-        held, self._contents = self._contents, self._contents_of(order, now)
-        if held != self._contents and self._is_changed_by_others(order, held):
+                return now
+        held, self._contents = self._contents, self._contents_of(order, now, known)
+        if held == self._contents:
+            return now
+        if self._is_changed_by_others(order, held):
             self._warn(
                 f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "
                 "is exact only if it is set again before the first batch, in on_train_start.",
                 once="changed",
             )
+        # Trying copies may have changed what they share with it.
+        return ""
 
-    def _contents_of(self, order: UserSampler, own: str) -> tuple[str, str]:
+    def _contents_of(self, order: UserSampler, own: str, known: dict[int, str]) -> tuple[str, str]:
         """Digests of what it holds, ``own``, and of what else may decide what it yields beside its earlier passes."""
         if order.is_known:
             return "", repr(order.parameters())
         depends = order.facts.remembers and not order.facts.is_harmless
-        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset))
+        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset, known))
 
     def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
@@ -265,7 +274,8 @@ class SamplerMemory:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
         if order.is_trained_on:
             self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
-        self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+        if not self._began_with or order.has_set_epoch:
+            self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
     def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""

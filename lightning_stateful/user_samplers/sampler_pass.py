@@ -7,7 +7,7 @@ import time
 import warnings
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from types import GeneratorType
@@ -121,28 +121,49 @@ class SamplerPass:
             raise self._failure
         return len(self._ready)
 
-    def next_items(self, count: int) -> list[Any] | None:
-        """The next ``count`` items; None where the sampler ends before, and what is left of it is ready."""
+    def steps(self, count: int, most: int) -> Iterator[list[Any]]:
+        """The next steps of ``count`` items each, at most so many; only of indices with items that are noted.
+
+        They end before that where the sampler ends or fails; what it has yielded of one more step is ready then. These
+        are most steps of an epoch, each in half the time of :meth:`look_ahead` and :meth:`take`.
+        """
         iterated = self._iterated
-        if self._ready or self.drawn + count > self._noted_next or self.end is not None or iterated is None:
-            return self.take(count) if self.look_ahead(count) == count else None
-        # Between two notes: most steps of an epoch, in half the time.
-        items: list[Any] = []
-        try:
-            if gives_kept(self._iterator, count):
-                self._yielded(count, items)
-            else:
-                with iterated.entered():
-                    self._yielded(count, items)
-        except Exception as error:
-            self._ready, self._failure = items, error
-            return None
-        if len(items) < count:
-            self._ready, self.end = items, self.drawn
-            self._order.memory.note_end(self._order, self)
-            return None
-        self._taken.append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
-        return items
+        if self._ready or self.end is not None or self._failure is not None or iterated is None:
+            return
+        iterator, copies, block, append = self._iterator, self._copies, iterated.entered(), self._taken.append
+        left, source = left_of_kept(iterator), map(_kept, iterator) if copies else iterator
+        is_one = count == 1
+        if self.drawn > self._noted_next:
+            self._noted_next = self._next_note(self.drawn)
+        if is_one or self.has_states or not self._taken or type(self._taken[-1][1][-1]) is not int:
+            # The sampler may change a container that is noted, and gives its state before an item.
+            most = min(most, (self._noted_next - self.drawn) // count)
+        for _ in range(most):
+            items: list[Any] = []
+            try:
+                if left() >= count:
+                    items += (next(source),) if is_one else islice(source, count)
+                else:
+                    with block:
+                        items += (next(source),) if is_one else islice(source, count)
+            except StopIteration:
+                pass
+            except Exception as error:
+                self._failure = error
+            finally:
+                # What a sampler yielded before it failed stays.
+                self.drawn += len(items)
+            while self._noted_next < self.drawn:
+                self._note(self._noted_next, items[self._noted_next - self.drawn], None)
+                self._noted_next = self._next_note(self._noted_next + 1)
+            if len(items) < count:
+                self._ready = items
+                if self._failure is None:
+                    self.end = self.drawn
+                    self._order.memory.note_end(self._order, self)
+                return
+            append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
+            yield items
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` items, which have to be ready."""
@@ -268,7 +289,7 @@ class SamplerPass:
             if began != index:
                 state = iterated.state(*self.label, began) if began else None
         wanted = 1 if is_noted else min(wanted, noted - began)
-        if gives_kept(self._iterator, wanted):
+        if left_of_kept(self._iterator)() >= wanted:
             item = self._yielded(wanted, into)
         else:
             with iterated.entered():
@@ -340,14 +361,15 @@ def warn(message: str) -> None:
     warnings.warn(message, StatefulWarning, stacklevel=3)
 
 
-def gives_kept(iterator: Any, count: int) -> bool:
-    """Whether the next items come out of a list or a range, so that no code of the sampler's runs for them.
+def left_of_kept(iterator: Any) -> Callable[[], int]:
+    """Tells how many of the next items come out of a list or a range, so that no code of the sampler's runs for them.
 
     A generator at ``yield from`` goes on with its own code only when that has ended.
     """
     while type(iterator) is GeneratorType:
         iterator = iterator.gi_yieldfrom
-    return type(iterator) in _OF_KEPT and iterator.__length_hint__() >= count
+    left: Callable[[], int] = iterator.__length_hint__ if type(iterator) in _OF_KEPT else int
+    return left
 
 
 def next_digest_index(index: int) -> int:
@@ -360,13 +382,15 @@ def next_digest_index(index: int) -> int:
 def _snapshot(items: list[Any]) -> list[Any]:
     """Indices; of other items the last one as it is now, though its sampler may change it later."""
     last = items[-1]
+    kind = type(last)
+    # Batches are mostly of indices alone, which show at both ends.
+    if (kind is list or kind is tuple) and last and type(last[0]) is type(last[-1]) is int:
+        return [tuple(last)]
     if isinstance(last, _INTEGERS):
         return items
-    if type(last) not in (tuple, list):
-        return [last if type(last) is str else digest(last)]
-    # Batches are mostly of indices alone, which show at both ends.
-    are_indices = bool(last) and type(last[0]) is type(last[-1]) is int
-    return [tuple(last) if are_indices or PLAIN.issuperset(map(type, last)) else digest(last)]
+    if kind not in (tuple, list):
+        return [last if kind is str else digest(last)]
+    return [tuple(last) if PLAIN.issuperset(map(type, last)) else digest(last)]
 
 
 _INTEGERS = (int, np.integer)

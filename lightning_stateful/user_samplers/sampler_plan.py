@@ -120,9 +120,8 @@ class SamplerEpochPlan:
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         since = self._begun.details.get("since")
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
-        before, is_whole = begun.cycle * _MANY_ITEMS, order.whole_batches
-        for first, own in islice(self._steps(walk, begun.consumed, rank), first_step, None):
-            yield before + first, own if not is_whole else own[0] if len(own) == 1 else _joined(own)
+        steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
+        yield from islice(steps, first_step, None) if first_step else steps
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest pass has noted by then."""
@@ -175,22 +174,21 @@ class SamplerEpochPlan:
         # A pass cannot be copied; a copy begins one of its own.
         return {**vars(self), "_latest": None}
 
-    def _steps(self, walk: SamplerPass, index: int, rank: int) -> Iterator[tuple[int, list[Any]]]:
-        """The items of ``rank`` step by step, each with the number of the first."""
-        rule, shuffles = self.rule, self.order.shuffles
+    def _steps(self, walk: SamplerPass, index: int, rank: int, before: int) -> Iterator[tuple[int, Any]]:
+        """The batch of ``rank`` step by step, each with the number of its first item, and of those ``before``."""
+        rule, shuffles, is_whole = self.rule, self.order.shuffles, self.order.whole_batches
         full, pads, num_replicas = rule.full, rule.pad, rule.num_replicas
         # Of an end that is not announced, other ranks have to know before the last steps begin.
         ahead = 1 if rule.num_replicas == 1 and not rule.exact else 2
         is_first = True
         while True:
             end = self._length
-            has_more = not (pads or is_first or end is None or end - index < 2 * full)
-            if has_more and (items := walk.next_items(full)) is not None:
+            if not (pads or is_first or end is None):
                 # Most steps are alike.
-                items = self._in_order(items, index) if shuffles else items
-                yield index + rank, items[rank::num_replicas]
-                index += full
-                continue
+                for items in walk.steps(full, (end - index) // full - 1):
+                    items = self._in_order(items, index) if shuffles else items
+                    yield before + index + rank, items[rank] if is_whole else items[rank::num_replicas]
+                    index += full
             if end is not None and not rule.num_steps(end - index):
                 break
             ready = walk.look_ahead(ahead * full if end is None else min(full, end - index))
@@ -211,7 +209,8 @@ class SamplerEpochPlan:
                     # Lightning iterates a sampler that it deals out to its end, torch one whose last batch is not full.
                     self._look_behind_end(walk, index + step)
             share = _share(items, rank, rule)
-            yield index + int(share[0]), [items[offset] for offset in share]
+            own = [items[offset] for offset in share]
+            yield before + index + int(share[0]), own if not is_whole else own[0] if len(own) == 1 else _joined(own)
             index += step
         self._look_behind_end(walk, index)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_stateful.samplers import rng
 from lightning_stateful.samplers.rng import (
     IsolatedReads,
     OwnRandomness,
@@ -71,10 +72,18 @@ def test_the_seed_that_torch_tells_fits_into_a_tensor(seed: int) -> None:
 
 def normals() -> tuple[float, ...]:
     """Three normal numbers of each kind: of every pair the second is kept for later."""
-    return (*np.random.standard_normal(3), *(random.gauss(0, 1) for _ in range(3)), torch.randn(()).item())
+    of_torch = [torch.randn((), dtype=kind).item() for kind in (torch.float32, torch.float64) for _ in range(3)]
+    return (*np.random.standard_normal(3), *(random.gauss(0, 1) for _ in range(3)), *of_torch)
 
 
-def test_own_generators_go_on_where_they_were_left_and_share_no_kept_normal_number() -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_own_generators_go_on_where_they_were_left_and_share_no_kept_normal_number(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rng.torch_memory(torch.default_generator) is not None
+    if not is_known:
+        # As with a version of torch that keeps its state elsewhere.
+        monkeypatch.setattr(rng, "_TORCH_MEMORY", None)
     seed_randomness(7)
     of_own = [normals() for _ in range(4)]
     seed_randomness(5)

@@ -343,3 +343,22 @@ def test_a_long_fast_forward_is_worth_a_word(monkeypatch: pytest.MonkeyPatch) ->
     batches = order_of(theirs.Endless()).plan(0, 1, Progress(consumed=100)).batches(0)
     with pytest.warns(StatefulWarning, match=r"Endless was fast-forwarded by 100 items to item 100 of epoch 0"):
         next(batches)
+
+
+@pytest.mark.parametrize("size", [48, 64, 1500])
+def test_notes_are_the_same_on_every_way_to_an_item(size: int) -> None:
+    def order() -> WrappedSampler:
+        return WrappedSampler(Listed([(7919 * index) % 5000 for index in range(5000)]), batch_size=size)
+
+    whole = order().plan(0, 1)
+    expected, served = [], []
+    for number, (_, batch) in enumerate(whole.batches(0), 1):
+        expected.append(whole.progress_after(number).details["sampler"])
+        served.append(batch)
+    assert {note[0] for note in expected} >= {1024, 2048, 4096}, "no step has passed a noted item"
+    for stop in range(1, len(served), 5):
+        consumed = Progress(epoch=0, consumed=stop * size, details={"sampler": expected[stop - 1]})
+        rest = order().plan(0, 1, consumed)
+        for number, (_, batch) in enumerate(rest.batches(0), 1):
+            assert batch == served[stop + number - 1]
+            assert rest.progress_after(number).details["sampler"] == expected[stop + number - 1]
