@@ -220,58 +220,21 @@ class OwnRandomness:
     def _exchange(self, *_: object) -> None:
         """Exchange the states of the process's generators for those held: its own outside a block, others within."""
         of_numpy = _numpy_memory(_bit_generator())
-        if _TORCH_MEMORY is None or of_numpy is None or type(self._held) is not tuple:
+        if of_numpy is None or type(self._held) is not tuple:
             before = _snapshot()
             _put_back(self._held)
             self._held = before
             return
         # In one go, as this is done twice for each batch of a user's sampler.
-        before = _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
-        _TORCH_MEMORY.raw, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = self._held
+        before = _TORCH.get_state(), _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+        of_torch, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = self._held
+        _TORCH.set_state(of_torch)
         self._held = before
 
     __enter__ = __exit__ = _exchange
 
 
 _NUM_WORDS = 624
-
-
-def torch_memory(generator: Any) -> Any:
-    """The memory of a CPU generator of torch's: seed, position, words, and normal numbers kept for later.
-
-    None if this version of torch has it elsewhere than where it is looked for.
-    """
-    begin = _torch_offset()
-    return (ctypes.c_char * _TORCH_BYTES).from_address(generator._cdata + begin) if begin else None
-
-
-# A seed, three numbers of 32 bits, the words, and two optional normal numbers, of 32 and of 64 bits, each aligned.
-_TORCH_BYTES = 8 + 12 + 4 * _NUM_WORDS + 4 + 8 + 16
-
-
-@lru_cache(maxsize=1)
-def _torch_offset() -> int:
-    """The offset of its state in a CPU generator of torch's; 0: unknown."""
-    tried: list[Any] = [torch.Generator(), torch.Generator()]
-    seed = 0x0123456789ABCDEF
-    if sys.implementation.name != "cpython" or not all(hasattr(one, "_cdata") for one in tried):
-        return 0
-    tried[0].manual_seed(seed)
-    # The object holds at least the words, so that as many bytes of it may be read.
-    begin = ctypes.string_at(tried[0]._cdata, 4 * _NUM_WORDS).find(struct.pack("=Qi?", seed, 1, True))
-    if begin < 1:
-        return 0
-    one, other = [(ctypes.c_char * _TORCH_BYTES).from_address(held._cdata + begin) for held in tried]
-    for count, kind in ((0, torch.float64), (1, torch.float64), (1, torch.float32), (3, torch.float64), (700, None)):
-        tried[0].manual_seed(count)
-        tried[1].manual_seed(seed)
-        for _ in range(count):
-            torch.randn(1, dtype=kind, generator=tried[0])
-        expected = [tried[0].get_state(), tried[1].get_state()]
-        one.raw, other.raw = other.raw, one.raw
-        if not torch.equal(tried[1].get_state(), expected[0]) or not torch.equal(tried[0].get_state(), expected[1]):
-            return 0
-    return begin
 
 
 def python_memory(generator: Any) -> Any:
@@ -294,7 +257,6 @@ def _python_words(memory: bytes) -> tuple[int, ...]:
 _PYTHON: Any = vars(random)["_inst"]  # what the functions of the module are methods of
 _PYTHON_MEMORY = python_memory(_PYTHON)
 _TORCH: Any = torch.default_generator
-_TORCH_MEMORY = torch_memory(_TORCH)
 _TWISTER: Any = np.random.RandomState(0)
 _TWISTER_MEMORY: Any = (ctypes.c_char * (4 * _NUM_WORDS)).from_address(_TWISTER._bit_generator.ctypes.state_address)
 _ALL_USED = struct.pack("=i", _NUM_WORDS)
@@ -356,8 +318,7 @@ def _snapshot() -> _Snapshot:
     of_numpy = _numpy_memory(_bit_generator())
     if _PYTHON_MEMORY is None or of_numpy is None or _NORMAL_MEMORY is None:
         return Randomness.now()
-    of_torch = _TORCH.get_state() if _TORCH_MEMORY is None else _TORCH_MEMORY.raw
-    return of_torch, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+    return _TORCH.get_state(), _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
 
 
 def _put_back(snapshot: _Snapshot) -> None:
@@ -366,7 +327,4 @@ def _put_back(snapshot: _Snapshot) -> None:
         snapshot.restore()
         return
     of_torch, _PYTHON_MEMORY.raw, _numpy_memory(_bit_generator()).raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = snapshot
-    if _TORCH_MEMORY is None:
-        _TORCH.set_state(of_torch)
-    else:
-        _TORCH_MEMORY.raw = of_torch
+    _TORCH.set_state(of_torch)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stateful.samplers import rng
 from lightning_stateful.samplers.rng import (
     IsolatedReads,
     OwnRandomness,
@@ -76,14 +75,7 @@ def normals() -> tuple[float, ...]:
     return (*np.random.standard_normal(3), *(random.gauss(0, 1) for _ in range(3)), *of_torch)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_own_generators_go_on_where_they_were_left_and_share_no_kept_normal_number(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert rng.torch_memory(torch.default_generator) is not None
-    if not is_known:
-        # As with a version of torch that keeps its state elsewhere.
-        monkeypatch.setattr(rng, "_TORCH_MEMORY", None)
+def test_own_generators_go_on_where_they_were_left_and_share_no_kept_normal_number() -> None:
     seed_randomness(7)
     of_own = [normals() for _ in range(4)]
     seed_randomness(5)
