@@ -59,8 +59,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
-        self.options: StreamOptions = StreamOptions() if options is None else options
-        options = self.options
+        self.options = options = StreamOptions() if options is None else options
         self.seed: int = seed_or_default(options.seed)
         order = self._reader(options)
         self.tracker: Tracker = Tracker(

@@ -45,7 +45,6 @@ class StreamOrder(StreamReader):
 
     kind: ClassVar[str] = "stream"
     state_kind = StreamState
-    _repeats = False
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, settings: StreamConfig) -> None:
         super().__init__(loader, options)
@@ -145,11 +144,6 @@ class StreamOrder(StreamReader):
         if progress.details and _packing_in(saved) != _packing_in(self.config()):
             progress = replace(progress, details=packed_otherwise(progress.details))
         return super().convert(progress, saved)
-
-    def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
-        """Serve a trainer; see :meth:`StreamReader.prepare`."""
-        super().prepare(label, limit=limit, lag=lag)
-        self._repeats = repeats
 
     def number_samples(self) -> None:
         """Let batches say the numbers of their samples, unless workers have the settings already."""

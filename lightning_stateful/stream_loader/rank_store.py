@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, StreamError
+from lightning_stateful.samplers.fingerprint import hex_digest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -409,7 +409,7 @@ def decode(text: str | list[Any], large: Mapping[str, str]) -> Any:
 
 def digest_of(piece: str) -> str:
     """The digest under which a piece of a large part is kept."""
-    return hashlib.blake2b(piece.encode(), digest_size=16).hexdigest()
+    return hex_digest(piece.encode(), size=16)
 
 
 def in_pieces(text: str) -> list[tuple[str, str]]:

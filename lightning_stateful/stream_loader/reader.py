@@ -103,6 +103,7 @@ class StreamReader(ABC):
         self._limit = self.num_steps
         # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
         self._label: str | None = None
+        self._repeats = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are pickled where a trainer's loop is: what reads stays here.
@@ -240,7 +241,7 @@ class StreamReader(ABC):
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
         """Serve a trainer; see :meth:`~lightning_stateful.samplers.tracker.TrackedLoader.prepare`."""
-        self._label, self.recent.lag = label, lag
+        self._label, self.recent.lag, self._repeats = label, lag, repeats
         if limit is not None:
             self._limit = min(limit, self._limit)
 

@@ -191,10 +191,6 @@ class HuggingFaceNode(StreamNode[Any]):
             self.reset()
         return self._watched() if self._reruns and not self._has_drawn else self._samples
 
-    def next(self) -> Any:
-        """The next sample."""
-        return next(iter(self))
-
     def read_into(self, samples: list[Any], number: int) -> None:
         """Append the next samples to a list, up to ``number``; what comes before an error stays in it."""
         if not self._reruns or self._has_drawn:
