@@ -257,15 +257,12 @@ def begin_anew() -> None:
 
 def tell_failure(error: BaseException) -> None:
     """Tell all ranks that wait for this one, now or later in this fit, that it has failed; raises nothing itself."""
-    for store in _stores_that_have_met():
+    with _STORES_LOCK:
+        met = [store for stores in _STORES.values() for store in stores.values() if store.has_met]
+    for store in met:
         text = f"Rank {store._topology.rank} has failed: {type(error).__name__}: {error}"
         with suppress(StreamError):
             store.put(f"{store._name}/failed/{_num_fits}", text[:4000])
-
-
-def _stores_that_have_met() -> list[RankStore]:
-    with _STORES_LOCK:
-        return [store for stores in _STORES.values() for store in stores.values() if store.has_met]
 
 
 def _columns(tokens: Sequence[str | None], num_ranks: int) -> list[str]:
