@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 import sys
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.samplers.fingerprint import hex_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,4 +341,4 @@ def _base_name(file: str) -> str:
 
 
 def _digest(texts: Iterable[str]) -> str:
-    return hex_digest(chr(0).join(texts).encode())
+    return hashlib.blake2b(chr(0).join(texts).encode(), digest_size=8).hexdigest()
