@@ -17,7 +17,6 @@ from lightning_stateful.core.seeding import Label, derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, Difference, PositionError, StateMismatchError
 from lightning_stateful.mixture.draws import Draws, Period
-from lightning_stateful.mixture.served import passes_of, report_of
 from lightning_stateful.mixture.source_steps import LastSteps, SourceSteps, gather, shares_of_steps
 from lightning_stateful.mixture.sources import By, Sources, Stop, present
 from lightning_stateful.mixture.weights import DrawSchedule, digest
@@ -337,7 +336,7 @@ class MixtureEpochPlan:
         Counted in the epoch or, with ``num_steps``, since training began. Tokens of a pass that is not complete are
         its samples times their mean length.
         """
-        return report_of(self.order.sources, self.order.tokens, self.passes_after(steps))
+        return {"sources": self.order.sources.report(self.passes_after(steps), self.order.tokens)}
 
     def passes_after(self, steps: int) -> dict[str, list[tuple[int, int]]]:
         """Of each source the passes over it: pairs of its number and the samples that were served of it."""
@@ -348,7 +347,7 @@ class MixtureEpochPlan:
             of_cycle = whole.served_after(whole.total_steps)
             labels = [(order.seed, self.epoch, cycle) for cycle in range(self.progress.cycle)]
             served = [*((label, of_cycle) for label in labels), *served]
-        return passes_of(order.sources, served)
+        return order.sources.passes_of(served)
 
     def repeats(self) -> str:
         """Samples that are served twice, in words."""

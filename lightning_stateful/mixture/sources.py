@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -104,6 +104,40 @@ class Sources:
             kept.append(passes * length + min(rest * length // before if name in self.by_pass else rest, length))
         return kept
 
+    def passes_of(self, served: Sequence[tuple[tuple[Label, ...], Sequence[int]]]) -> dict[str, list[tuple[int, int]]]:
+        """Of each source the passes over it: pairs of its number and the samples that were served of it.
+
+        Args:
+            served: Runs through all of them, one for each cycle of an epoch: labels that their orders are derived from,
+                and the samples that were served of each source, whose passes begin with the run.
+        """
+        found: dict[str, list[tuple[int, int]]] = {name: [] for name in self.names}
+        for labels, counts in served:
+            for name, length, samples in zip(self.names, self.lengths, counts, strict=True):
+                whole, rest = divmod(samples, length)
+                numbers = [_number_of_pass(number, ("mixture", *labels)) for number in range(whole + (rest > 0))]
+                sizes = [length] * whole + [rest] * (rest > 0)
+                found[name] += zip(numbers, sizes, strict=True)
+        return found
+
+    def report(
+        self, passes: Mapping[str, Sequence[tuple[int, int]]], tokens: Sequence[int] | None
+    ) -> dict[str, dict[str, float]]:
+        """Of each source samples, passes ("epochs"), share of samples and, if known, tokens.
+
+        Args:
+            passes: As :meth:`passes_of` gives them.
+            tokens: Tokens in every source; None if they are not known.
+        """
+        served = [sum(samples for _, samples in passes[name]) for name in self.names]
+        total, result = sum(served), dict[str, dict[str, float]]()
+        for source, (name, length, samples) in enumerate(zip(self.names, self.lengths, served, strict=True)):
+            share = samples / total if total else 0.0
+            result[name] = {"samples": samples, "epochs": samples / length, "share": share}
+            if tokens is not None:
+                result[name]["tokens"] = (2 * samples * tokens[source] + length) // (2 * length)
+        return result
+
     def take(self, numbers: Indices, offsets: Indices, sizes: Indices, seed: tuple[Label, ...] | None) -> Indices:
         """The samples of many runs, each of consecutive samples of one source, one run after the other.
 
@@ -130,7 +164,7 @@ class Sources:
         length, before = self.lengths[source], sum(self.lengths[:source])
         if seed is not None and self.names[source] in self.by_pass:
             passes, within = np.divmod(offsets, length)
-            found = [number_of_pass(number, seed) for number in range(int(passes[0]), int(passes[-1]) + 1)]
+            found = [_number_of_pass(number, seed) for number in range(int(passes[0]), int(passes[-1]) + 1)]
             numbers = np.array(found, dtype=np.int64)[passes - passes[0]]
             return numbers * sum(self.lengths) + before + within  # type: ignore[no-any-return]  # int64
         if seed is None or length == 1:
@@ -146,7 +180,7 @@ class Sources:
         return result + before
 
 
-def number_of_pass(number: int, seed: tuple[Label, ...]) -> int:
+def _number_of_pass(number: int, seed: tuple[Label, ...]) -> int:
     """The number by which a source knows a pass over it that has samples of its own.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.packing.settings import LABELS, OF_SEQUENCES, TOKENS, Packing
+from lightning_stateful.packing.settings import LABELS, MOST_INT, OF_SEQUENCES, TOKENS, Packing
 
 Column = NDArray[Any]
 Document = dict[str, Column]
@@ -20,7 +20,6 @@ Document = dict[str, Column]
 _OF_SAMPLES = ("attention_mask", *OF_SEQUENCES)
 # Another name for the column of tokens, in samples without input_ids.
 _OTHER_NAME = "tokens"
-_MOST_INT = 2**63 - 1
 
 _log = logging.getLogger(__name__)
 
@@ -227,8 +226,8 @@ def _in_int64(key: str, column: Column, name: str) -> Column:
     if column.dtype != np.uint64 and column.dtype.kind != "O":
         return column
     largest = max(map(int, column.tolist()), key=abs)
-    if abs(largest) > _MOST_INT:
+    if abs(largest) > MOST_INT:
         raise ConfigurationError(
-            f"{key} of {name} has the value {largest}, and sequences hold int64, up to {_MOST_INT}."
+            f"{key} of {name} has the value {largest}, and sequences hold int64, up to {MOST_INT}."
         )
     return column.astype(np.int64)

@@ -44,11 +44,9 @@ class SequenceFiller(ABC):
         waited: Sequences finished since the oldest has been the oldest.
     """
 
-    def __init__(self, packing: Packing, rooms: Iterable[int] = (), waited: int = 0) -> None:
-        self._packing, self._length = packing, packing.sequence_length
-        self.waited = waited
-        for room in rooms:
-            self._put(OpenSequence(room, -1))
+    def __init__(self, packing: Packing, rooms: Iterable[int], waited: int) -> None:
+        self._packing, self._length, self.waited = packing, packing.sequence_length, waited
+        self._hold([OpenSequence(room, -1) for room in rooms])
 
     @property
     @abstractmethod
@@ -69,16 +67,14 @@ class SequenceFiller(ABC):
         """Finish the open sequences, the oldest first."""
 
     @abstractmethod
-    def _put(self, sequence: OpenSequence) -> None:
-        """Hold an open sequence, younger than all others."""
+    def _hold(self, sequences: list[OpenSequence]) -> None:
+        """Begin with open sequences, the oldest first."""
 
 
 class SplitFiller(SequenceFiller):
     """Joins documents, and cuts them where a sequence is full."""
 
-    def __init__(self, packing: Packing, rooms: Iterable[int] = (), waited: int = 0) -> None:
-        self._open: list[OpenSequence] = []
-        super().__init__(packing, rooms, waited)
+    _open: list[OpenSequence]
 
     @property
     def open(self) -> Sequence[OpenSequence]:
@@ -111,8 +107,8 @@ class SplitFiller(SequenceFiller):
         taken, self._open = self._open, []
         return taken
 
-    def _put(self, sequence: OpenSequence) -> None:
-        self._open.append(sequence)
+    def _hold(self, sequences: list[OpenSequence]) -> None:
+        self._open = sequences
 
 
 class BestFitFiller(SequenceFiller):
@@ -121,13 +117,9 @@ class BestFitFiller(SequenceFiller):
     One that fits in none opens a sequence; where as many are open as may be, the fullest is closed for it.
     """
 
-    def __init__(self, packing: Packing, rooms: Iterable[int] = (), waited: int = 0) -> None:
-        self._most = packing.open_sequences or 1
-        # By number, in which they were opened; and the pairs of room and number, sorted.
-        self._by_number: dict[int, OpenSequence] = {}
-        self._rooms: list[tuple[int, int]] = []
-        self._next = 0
-        super().__init__(packing, rooms, waited)
+    # By number, in which they were opened; and the pairs of room and number, sorted.
+    _by_number: dict[int, OpenSequence]
+    _rooms: list[tuple[int, int]]
 
     @property
     def open(self) -> Sequence[OpenSequence]:
@@ -160,7 +152,8 @@ class BestFitFiller(SequenceFiller):
             if len(self._rooms) == self._most and size < self._length:
                 self._close(self._rooms.pop(0)[1], finished)
             number, sequence = self._next, OpenSequence(self._length, block)
-            self._put(sequence, listed=False)
+            self._by_number[number] = sequence
+            self._next += 1
         sequence.pieces.append(piece)
         sequence.room -= size
         if sequence.room:
@@ -179,13 +172,13 @@ class BestFitFiller(SequenceFiller):
             finished.append(sequence)
             self.waited = 0
 
-    def _put(self, sequence: OpenSequence, *, listed: bool = True) -> None:
-        self._by_number[self._next] = sequence
-        if listed:
-            insort(self._rooms, (sequence.room, self._next))
-        self._next += 1
+    def _hold(self, sequences: list[OpenSequence]) -> None:
+        self._most = self._packing.open_sequences or 1
+        self._by_number = dict(enumerate(sequences))
+        self._rooms = sorted((sequence.room, number) for number, sequence in enumerate(sequences))
+        self._next = len(sequences)
 
 
-def filler_of(packing: Packing, rooms: Iterable[int] = (), waited: int = 0) -> SequenceFiller:
+def filler_of(packing: Packing, rooms: Iterable[int], waited: int) -> SequenceFiller:
     """Make what fills sequences by these settings."""
     return (BestFitFiller if packing.is_whole else SplitFiller)(packing, rooms, waited)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lightning_stateful.bucketing.lengths import LengthArray
 from lightning_stateful.core.checks import check_length
 from lightning_stateful.core.permutation import Indices
 from lightning_stateful.packing.settings import Packing
@@ -86,6 +87,9 @@ class PackingPlan(ABC):
 
     num_sequences: int
     num_tokens: int
+    # Tokens of each document, and of the separator behind each.
+    _lengths: LengthArray
+    _separators: int
     # Whether documents lose what does not fit into a sequence; and the epoch that was counted latest, up to where.
     _truncates: bool = False
     _counted: tuple[int, int, Counts] = (-1, 0, Counts())
@@ -120,9 +124,9 @@ class PackingPlan(ABC):
         self._counted = (epoch, sequences, found)
         return found
 
-    @abstractmethod
     def _sizes_of(self, documents: Indices) -> Indices:
         """Tokens of documents, with the separator."""
+        return self._lengths[documents].astype(np.int64) + self._separators
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ IGNORED_LABEL = -100
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
 # Columns that sequences have of their own.
 OF_SEQUENCES = (POSITIONS, DOCUMENTS)
-_MOST_INT = 2**63 - 1
+MOST_INT = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Packing:
 
 def _as_int64(name: str, value: Any, *, least: int | None = None) -> int:
     number = as_int(name, value, least=least)
-    if abs(number) > _MOST_INT:
+    if abs(number) > MOST_INT:
         raise ConfigurationError(f"{name} must be a number that an int64 holds, got {number}.")
     return number
 

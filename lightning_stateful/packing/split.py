@@ -99,9 +99,6 @@ class SplitPlan(PackingPlan):
         numbers, *columns = map(np.concatenate, zip(*found, strict=True))
         return Parts.in_order(numbers, len(sequences), *columns)
 
-    def _sizes_of(self, documents: Indices) -> Indices:
-        return self._lengths[documents].astype(np.int64) + self._separators
-
     def _make_epoch(self, epoch: int) -> _Epoch:
         width = self._width
         if self._seed is None:
@@ -145,7 +142,7 @@ class SplitPlan(PackingPlan):
             documents = documents[documents < count]
             key = derive_seed("split column", self._seed, epoch, column)
             documents = documents[keyed_permutation(len(documents), key).take(np.arange(len(documents)))]
-        return _Column(documents, bounds_of(self._lengths[documents].astype(np.int64) + self._separators))
+        return _Column(documents, bounds_of(self._sizes_of(documents)))
 
 
 def _between(column: _Column, begins: Indices, ends: Indices) -> Parts:

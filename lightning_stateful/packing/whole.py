@@ -191,7 +191,7 @@ class WholePlan(PackingPlan):
         if self._seed is not None:
             places = self._shuffle(epoch).take(places)
         documents = self._by_size[places].astype(np.int64)
-        ends = self._lengths[documents].astype(np.int64) + self._separators
+        ends = self._sizes_of(documents)
         firsts = np.zeros(len(ends), dtype=np.int64)
         if self._packing.too_long == "truncate":
             ends = np.minimum(ends, self._length)
@@ -200,9 +200,6 @@ class WholePlan(PackingPlan):
             firsts = np.where(ends > self._length, ends - ends % self._length, 0)
         held = np.add.reduceat(each, np.cumsum(num_items) - num_items)
         return Parts(documents, firsts, ends, held)
-
-    def _sizes_of(self, documents: Indices) -> Indices:
-        return self._lengths[documents].astype(np.int64) + self._separators
 
     def _make_shuffle(self, epoch: int) -> ClassShuffle:
         return ClassShuffle(self._starts, "whole documents", self._seed or 0, epoch)

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.held_generators import HeldGenerators
-from lightning_stateful.stream_loader.options import IterableBatches, LoaderSetup, StreamOptions, batching_of
-from lightning_stateful.stream_loader.reader import StreamReader
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
+from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_nodes.node_shards import draws_orders
@@ -23,27 +23,27 @@ from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset
 
-# Passes without a step, one after the other, that are put up with.
-_MOST_EMPTY = 4
 
+class IterableOrder(StreamReader):
+    """Reads an iterable dataset as torch does: every epoch begins it by ``iter()``, as it stands.
 
-class IterableSetup(LoaderSetup):
-    """A user's loader over an iterable dataset that divides itself, or over an iterable of batches.
-
-    Args:
-        loader: The user's loader, which nobody has read yet.
-        options: How it is read and served.
-
-    Attributes:
-        config: How the dataset is read.
+    With ``steps_per_epoch`` an epoch goes on where the last has ended, and ``iter()`` begins the dataset where it ends.
     """
 
+    kind: ClassVar[str] = "iterable"
     state_kind = IterableState
+    _reads_alike: ClassVar[bool] = False
+    settings: IterableConfig
+    # The epoch of the latest run.
+    _epoch = -1
+    _has_warned = False
+    # Where a state was loaded that the datasets were not brought to yet.
+    _moves_to: tuple[int, int] | None = None
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
         gives_batches = isinstance(loader.dataset, IterableBatches)
-        self.config = IterableConfig(
+        self.settings = IterableConfig(
             dataset=self.dataset,
             seed=self.seed,
             sample_seed=derive_seed("iterable", self.own_seed) if options.seed_samples else None,
@@ -55,24 +55,34 @@ class IterableSetup(LoaderSetup):
         )
         if gives_batches:
             self.items = "batches"
-        if gives_batches and draws_orders(getattr(self.dataset, "root", None)):
-            self.warning = (
+            self._warn_of_drawn_orders()
+        self._built = digest_of_dataset(self.dataset) if self.settings.counts_passes else ""
+        # Nothing of the dataset that lives on in workers is set from here.
+        is_watched = self.begins_anew and self.settings.is_checked
+        is_watched = is_watched and not (gives_batches or self._shares_workers)
+        self._watch = SetBetweenPasses(self.dataset, in_workers=loader.num_workers > 0) if is_watched else None
+
+    def _warn_of_drawn_orders(self) -> None:
+        if draws_orders(getattr(self.dataset, "root", None)):
+            warnings.warn(
                 f"{self.name} has a sampler that draws its order from a generator, and its state does "
                 "not say which order: a resume within an epoch repeats samples and leaves out others. Train on the "
                 "graph, with StreamDataModule(graph), which seeds the sampler by epoch; or give it a sampler with "
-                "set_epoch."
+                "set_epoch.",
+                StatefulWarning,
+                stacklevel=4,
             )
 
     def describe(self) -> str:
         """A sentence on how the dataset is divided and resumed."""
-        if self.config.gives_batches:
+        if self.settings.gives_batches:
             divided = "is no DataLoader: each rank trains on what its own gives, without seed_samples"
         else:
             divided = "is a stream: every rank and worker trains on what its own dataset gives it"
         reasons = self.reasons_to_read_again()
         resumes = f"reads it again, because {reasons}" if reasons else "is as exact as its own state_dict"
-        said = f"{self.name} {divided}, and a resume {resumes}.{self.note_of_epochs()}"
-        if self.config.sample_seed is None or self.config.gives_batches:
+        said = f"{self.name} {divided}, and a resume {resumes}.{self._note_of_epochs()}"
+        if self.settings.sample_seed is None or self.settings.gives_batches:
             return said
         # Workers may have to draw the same order, each to find its part of it.
         holds = HeldGenerators(dataset=self.dataset).present()
@@ -82,46 +92,22 @@ class IterableSetup(LoaderSetup):
         """Why a resume reads samples again; empty if it does not."""
         return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
 
-
-class IterableOrder(StreamReader):
-    """Reads an iterable dataset as torch does: every epoch begins it by ``iter()``, as it stands.
-
-    With ``steps_per_epoch`` an epoch goes on where the last has ended, and ``iter()`` begins the dataset where it ends.
-    """
-
-    kind: ClassVar[str] = "iterable"
-    _reads_alike: ClassVar[bool] = False
-    setup: IterableSetup
-    # The epoch of the latest run.
-    _epoch = -1
-    _has_warned = False
-    # Where a state was loaded that the datasets were not brought to yet.
-    _moves_to: tuple[int, int] | None = None
-
-    def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
-        super().__init__(setup, num_steps)
-        self._built = digest_of_dataset(setup.dataset) if setup.config.counts_passes else ""
-        # Nothing of the dataset that lives on in workers is set from here.
-        is_watched = self.begins_anew and setup.config.is_checked
-        is_watched = is_watched and not (setup.config.gives_batches or self._shares_workers)
-        self._watch = SetBetweenPasses(setup.dataset, in_workers=setup.loader.num_workers > 0) if is_watched else None
-
     @property
     def begins_anew(self) -> bool:
         """Whether every epoch begins the dataset by ``iter()``."""
-        return self.setup.options.steps_per_epoch is None
+        return self.options.steps_per_epoch is None
 
     @property
     def begun_anew(self) -> Any:
         """The dataset that every epoch begins by ``iter()``; None where epochs go on."""
-        return self.setup.dataset if self.begins_anew else None
+        return self.dataset if self.begins_anew else None
 
     def warn_if_reloaded(self, epoch: int) -> None:
         """Warn where passes have changed the dataset of this process, and loaders are built of it again for an epoch.
 
         Lightning then begins a pass more than it trains on, of which a checkpoint between two epochs knows nothing.
         """
-        if self.setup.config.counts_passes and self._built != digest_of_dataset(self.setup.dataset):
+        if self.settings.counts_passes and self._built != digest_of_dataset(self.dataset):
             warnings.warn(
                 f"{self.name} changes itself from pass to pass, and a new loader of it was built for epoch {epoch}, "
                 "for which Lightning begins it once more than it trains on. A resume from between two epochs is not "
@@ -154,7 +140,7 @@ class IterableOrder(StreamReader):
                     self._end(epoch, step, run)
                 yield batch
             if not step and self._limit:
-                self.setup.warn_of_nothing()
+                self._warn_of_nothing()
             if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
                 # Asked for one more than the limit, as of a loader without length: torch's would have read it.
                 run.read_beyond()
@@ -166,7 +152,7 @@ class IterableOrder(StreamReader):
 
     @property
     def _shares_workers(self) -> bool:
-        return bool(self.setup.loader.num_workers and self.setup.loader.persistent_workers)
+        return bool(self.loader.num_workers and self.loader.persistent_workers)
 
     def _begin(self, state: IterableState) -> StreamRun:
         run = self._run
@@ -206,9 +192,9 @@ class IterableOrder(StreamReader):
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
-        if self.setup.num_workers and self.setup.config.stays is False:
+        if self.num_workers and self.settings.stays is False:
             # Workers read copies of the dataset as it is now.
-            self.setup.config.warn_of_others(epoch)
+            self.settings.warn_of_others(epoch)
         if self._watch is not None:
             self._watch.note_begin()
         state = self.state_at(epoch, step)
@@ -222,14 +208,11 @@ class IterableOrder(StreamReader):
 
     def _next_pass(self, run: StreamRun) -> StreamRun:
         """The run of the next pass that has a batch on all ranks, within an epoch of so many steps."""
-        for _ in range(_MOST_EMPTY):
-            run = self._begin_after(run, self.setup.beginning(run.begun.epoch + 1))
+        for _ in range(MOST_EMPTY):
+            run = self._begin_after(run, self.beginning_of(run.begun.epoch + 1))
             if run.has_next():
                 return run
-        raise ConfigurationError(
-            f"{self.name} has given no batch to all ranks in {_MOST_EMPTY} passes. Look for shards that are "
-            "empty or missing, or a filter that keeps no sample; else use fewer ranks and workers, or fuller shards."
-        )
+        raise self._gave_nothing()
 
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         self.ended = epoch, step

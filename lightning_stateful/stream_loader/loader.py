@@ -8,19 +8,20 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.order import Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
-from lightning_stateful.stream_loader.iterable_order import IterableOrder, IterableSetup, is_sized
-from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, StreamSetup, batching_of
+from lightning_stateful.stream_loader.iterable_order import IterableOrder, is_sized
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_loader.plan import StreamEpochPlan
 from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.stream_nodes.hugging_face import is_split_otherwise
 from lightning_stateful.streams.stream import as_stream
+from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.user_loaders import Pickled, copied
 
 _END = object()
@@ -58,8 +59,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         # Not torch's constructor: the copy has been constructed.
         self.__dict__["_original"] = copied(loader)
         vars(self._original).update(_iterator=None)
-        self.options: StreamOptions = StreamOptions() if options is None else options
-        options = self.options
+        self.options = options = StreamOptions() if options is None else options
         self.seed: int = seed_or_default(options.seed)
         order = self._reader(options)
         self.tracker: Tracker = Tracker(
@@ -72,11 +72,10 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if config is None and is_dealt_out(dataset, detect_topology(options.num_replicas, options.rank)):
             stream: Any = as_stream(dataset, seed_samples=options.seed_samples)
             config = stream.config(**batching_of(self._original))
-        steps = options.steps_per_epoch or UNKNOWN
         if config is not None:
-            return StreamOrder(StreamSetup(self._original, options, config.seeded(self.seed)), steps)
+            return StreamOrder(self._original, options, config.seeded(self.seed))
         self._divides_itself = True
-        return IterableOrder(IterableSetup(self._original, options), steps)
+        return IterableOrder(self._original, options)
 
     def fresh_copy(self, **changes: Any) -> StreamLoader:
         """A loader of the same stream that nobody has read yet.
@@ -142,10 +141,10 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     @property
     def most_tokens_a_step(self) -> int:
         """Tokens of packed documents that a step of all ranks may have."""
-        config = getattr(self.order.setup, "config", None)
-        if config is None or config.packing is None:
+        settings = self.order.settings
+        if not isinstance(settings, StreamConfig) or settings.packing is None:
             return 0
-        return int(config.packing.sequence_length * (config.batch_size or 1) * self.order.setup.topology.num_replicas)
+        return settings.packing.sequence_length * (settings.batch_size or 1) * self.order.topology.num_replicas
 
     def remedy_for_steps(self, num_steps: int) -> str:
         """The way to give epochs as many steps, in words."""
@@ -164,7 +163,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     @property
     def resume_note(self) -> str:
         """A sentence on how a resume goes on."""
-        return str(self.order.setup.describe())
+        return self.order.describe()
 
     def __len__(self) -> int:
         if self.is_sized and self.tracker.skipping is not None:
@@ -210,7 +209,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         else:
             batches = plan.read(first_step)
         # What is seeded in this process draws from the generators that it draws from.
-        return _isolated(batches) if isolated and self.order.setup.seeds_process else batches
+        return _isolated(batches) if isolated and self.order.seeds_process else batches
 
     @property
     def _iterator(self) -> Any:  # torch's attribute, by which Lightning ends workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, StreamError
+from lightning_stateful.samplers.fingerprint import hex_digest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -257,15 +257,12 @@ def begin_anew() -> None:
 
 def tell_failure(error: BaseException) -> None:
     """Tell all ranks that wait for this one, now or later in this fit, that it has failed; raises nothing itself."""
-    for store in _stores_that_have_met():
+    with _STORES_LOCK:
+        met = [store for stores in _STORES.values() for store in stores.values() if store.has_met]
+    for store in met:
         text = f"Rank {store._topology.rank} has failed: {type(error).__name__}: {error}"
         with suppress(StreamError):
             store.put(f"{store._name}/failed/{_num_fits}", text[:4000])
-
-
-def _stores_that_have_met() -> list[RankStore]:
-    with _STORES_LOCK:
-        return [store for stores in _STORES.values() for store in stores.values() if store.has_met]
 
 
 def _columns(tokens: Sequence[str | None], num_ranks: int) -> list[str]:
@@ -409,7 +406,7 @@ def decode(text: str | list[Any], large: Mapping[str, str]) -> Any:
 
 def digest_of(piece: str) -> str:
     """The digest under which a piece of a large part is kept."""
-    return hashlib.blake2b(piece.encode(), digest_size=16).hexdigest()
+    return hex_digest(piece.encode(), size=16)
 
 
 def in_pieces(text: str) -> list[tuple[str, str]]:

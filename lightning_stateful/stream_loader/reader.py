@@ -16,8 +16,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed
+from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
+from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
     DamagedStateError,
@@ -27,15 +30,20 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
+from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions
 from lightning_stateful.stream_loader.plan import StreamDetails, StreamEpochPlan
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
 from lightning_stateful.stream_nodes.numbered import NOTHING
+from lightning_stateful.streams.stream import Stream
 
+# Passes without a step, one after the other, that are put up with.
+MOST_EMPTY = 4
 # Of each name, loaders in this process that have met those of other ranks.
 _COUNTED: Counter[str] = Counter()
 
@@ -47,42 +55,55 @@ class StreamReader(ABC):
     lately; it cannot compute what comes at a step that nobody has read.
 
     Args:
-        setup: How the stream is read and served.
-        num_steps: Steps of an epoch; :data:`~lightning_stateful.core.UNKNOWN` if they are known only at its end.
+        loader: The user's loader, which nobody has read yet.
+        options: How it is read and served.
 
     Attributes:
-        setup: How the stream is read and served.
+        dataset: What is read: the dataset, or the iterable of batches.
+        settings: How it is read.
+        name: What people know it by.
+        num_workers: Worker slots of a rank: its workers, or itself.
+        seed: The user's.
+        own_seed: That of this loader among several.
+        num_steps: Steps of an epoch; :data:`~lightning_stateful.core.UNKNOWN` if they are known only at its end.
         recent: The states before recent steps.
         ended: The latest epoch that has ended, and its steps.
         given: The part that sources have in the latest batch; empty where that is not known.
     """
 
-    num_steps: int
-    setup: Any
+    settings: Any
     given = NOTHING
+    # What it reads, in words.
+    items = "samples"
 
     kind: ClassVar[str]
     version: ClassVar[int] = 1
+    # Says where the worker slots stand.
+    state_kind: ClassVar[Any]
     carries_over: ClassVar[bool] = True
     # Whether processes of the same data-parallel rank read the same.
     _reads_alike: ClassVar[bool] = True
     # Where the readers stand, they go on in other batches.
     harmless: ClassVar[tuple[str, ...]] = ("batch_size",)
 
-    def __init__(self, setup: Any, num_steps: int = UNKNOWN) -> None:
-        self.setup, self.num_steps = setup, num_steps
-        self.name: str = setup.name
+    def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
+        self.loader, self.options = loader, options
+        self.dataset: Any = loader.dataset.iterable if isinstance(loader.dataset, IterableBatches) else loader.dataset
+        self.name: str = type(self.dataset).__qualname__
+        self.num_workers = max(loader.num_workers, 1)
+        self.seed = seed_or_default(options.seed)
+        self.own_seed = loader_seed(self.seed, options.path)
+        self.num_steps: int = options.steps_per_epoch or UNKNOWN
         self.ended: tuple[int, int] | None = None
         self.recent: RecentStates = RecentStates()
         # The latest details that a state was loaded from: they are looked up from then on.
         self._loaded: Mapping[str, Any] | None = None
         self._run: StreamRun | None = None
         self._slots: SlotLoader | None = None
-        self._limit = setup.options.steps_per_epoch or UNKNOWN
+        self._limit = self.num_steps
         # Tells loaders apart that are read side by side, the same on all ranks; where nobody says, they are counted.
         self._label: str | None = None
-        if setup.warning:
-            warnings.warn(setup.warning, StatefulWarning, stacklevel=4)
+        self._repeats = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are pickled where a trainer's loop is: what reads stays here.
@@ -101,9 +122,75 @@ class StreamReader(ABC):
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         """End ``epoch`` before ``step``: with the pass of ``run``, or within a pass at the limit and without a run."""
 
+    @abstractmethod
+    def describe(self) -> str:
+        """A sentence on how the dataset is divided and resumed."""
+
+    @abstractmethod
+    def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
+        """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
+
+    @property
+    def topology(self) -> Topology:
+        """The present ranks."""
+        return detect_topology(self.options.num_replicas, self.options.rank)
+
+    @property
+    def seeds_process(self) -> bool:
+        """Whether the generators of this process are seeded while batches are read in it."""
+        return self.options.seed_samples and not self.loader.num_workers
+
+    @property
+    def first_samples(self) -> dict[str, str]:
+        """Digests of what has to be the same on all ranks."""
+        return {}
+
+    def beginning_of(self, epoch: int) -> Any:
+        """The beginning of a pass before which nothing was left, on the present ranks and workers."""
+        return self.state_kind.beginning(self.settings, epoch, self.topology.num_replicas, self.num_workers)
+
+    def _moved_here(self, state: Any, where: str) -> Any:
+        """A state, perhaps of other ranks and workers, on the present ones.
+
+        Args:
+            state: Where worker slots stand.
+            where: How an error calls that.
+
+        Raises:
+            StateMismatchError: What is left cannot be given to others.
+        """
+        present = self.topology.num_replicas, self.num_workers
+        if present == (state.num_replicas, state.num_workers):
+            return state
+        if not state.is_known and state.steps:
+            raise self._mismatch(state, where)
+        return state.on(*present)
+
+    def _note_of_epochs(self) -> str:
+        """That the dataset is told the epoch, for the log; empty if it is not, or is this package's."""
+        if isinstance(self.dataset, Stream) or not callable(getattr(self.dataset, "set_epoch", None)):
+            return ""
+        return " It is told every epoch by set_epoch, in workers too; Lightning alone tells samplers only."
+
+    def _mismatch(self, state: Any, where: str) -> StateMismatchError:
+        """The error that what is left of a pass cannot be given to other ranks or workers."""
+        # A state does not tell one worker from none.
+        workers: int | str = "0 or 1" if state.num_workers == 1 else state.num_workers
+        remedy = (
+            f"What {self.name} gives to one rank and worker cannot be given to others: resume on "
+            f"{state.num_replicas} ranks with num_workers={workers}, or from a checkpoint at the end of an epoch."
+        )
+        changed, ranks = [], self.topology.num_replicas
+        if ranks != state.num_replicas:
+            changed.append(Difference(path="ranks", saved=state.num_replicas, present=ranks, remedy=remedy))
+        if self.num_workers != state.num_workers:
+            now = self.loader.num_workers
+            changed.append(Difference(path="num_workers", saved=workers, present=now, remedy=remedy))
+        return StateMismatchError(changed, where=where)
+
     def config(self) -> dict[str, Any]:
         """The settings that determine the batches, as plain data to be compared."""
-        described: dict[str, Any] = self.setup.config.describe()
+        described: dict[str, Any] = self.settings.describe()
         return described
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> StreamEpochPlan:
@@ -116,7 +203,7 @@ class StreamReader(ABC):
             ConfigurationError: The stream is read on another number of ranks.
             StateError: The details cannot be continued on these ranks and workers.
         """
-        present = self.setup.topology.num_replicas
+        present = self.topology.num_replicas
         if num_replicas != present:
             raise ConfigurationError(
                 f"{self.name} is read on {present} ranks and cannot be planned for {num_replicas}. "
@@ -154,13 +241,13 @@ class StreamReader(ABC):
 
     def prepare(self, label: str, *, limit: int | None = None, lag: int = 0, repeats: bool = False) -> None:
         """Serve a trainer; see :meth:`~lightning_stateful.samplers.tracker.TrackedLoader.prepare`."""
-        self._label, self.recent.lag = label, lag
+        self._label, self.recent.lag, self._repeats = label, lag, repeats
         if limit is not None:
             self._limit = min(limit, self._limit)
 
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the stream stood, within an epoch too."""
-        self.recent.note(progress.epoch, progress.consumed, self.setup.beginning(progress.epoch))
+        self.recent.note(progress.epoch, progress.consumed, self.beginning_of(progress.epoch))
 
     def end_at(self, progress: Progress) -> None:
         """The epoch of a known progress ends there: the next goes on from it."""
@@ -177,7 +264,7 @@ class StreamReader(ABC):
         if known is not None:
             return known
         if not step:
-            return self.setup.beginning(epoch)
+            return self.beginning_of(epoch)
         raise PositionError(
             f"Where {self.name} stood before step {step} of epoch {epoch} is not known: it was not read there, and "
             "no state of it was loaded. Resume from a checkpoint that holds the data's state, as runs with this "
@@ -209,7 +296,7 @@ class StreamReader(ABC):
     @property
     def _is_joined(self) -> bool:
         """Whether there are other ranks to be in step with."""
-        if self.setup.topology.num_replicas == 1 or self.setup.options.exact:
+        if self.topology.num_replicas == 1 or self.options.exact:
             return False
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -224,8 +311,8 @@ class StreamReader(ABC):
 
     def _load(self, progress: Progress) -> None:
         """Know from the details of a progress where all worker slots stand, on the present ranks."""
-        data, where, options = progress.details, f"The progress of {self.name}", self.setup.options
-        state = self.setup.moved_here(self.setup.state_from(data), where)
+        where, options = f"The progress of {self.name}", self.options
+        state = self._moved_here(self.state_kind.from_dict(progress.details, self.settings), where)
         again = state.read_again()
         if again and "replay" in options.accept:
             # As without this package: what is left of the epoch is the beginning of the data.
@@ -251,15 +338,15 @@ class StreamReader(ABC):
             # Its batches are read ahead already; for how long it says where they began is not known.
             self.recent.began, _ = (epoch, step), known.state
             return known.run
-        state = self.setup.moved_here(self._beginning_of_run(epoch, step), "The stream")
-        again = state.read_again(range(self.setup.topology.rank, state.num_slots, state.num_replicas))
+        state = self._moved_here(self._beginning_of_run(epoch, step), "The stream")
+        again = state.read_again(range(self.topology.rank, state.num_slots, state.num_replicas))
         started = time.perf_counter()
         run = self._begin(state)
         if again and run.has_next() and not run.is_broken:
             warnings.warn(
-                f"{sum(again.values())} {self.setup.items} of {', '.join(again)} were "
+                f"{sum(again.values())} {self.items} of {', '.join(again)} were "
                 f"read again, and left out, to go on in epoch {epoch}, which took "
-                f"{time.perf_counter() - started:.1f} s, because {self.setup.reasons_to_read_again(if_drawn=True)}.",
+                f"{time.perf_counter() - started:.1f} s, because {self.reasons_to_read_again(if_drawn=True)}.",
                 StatefulWarning,
                 stacklevel=3,
             )
@@ -276,14 +363,13 @@ class StreamReader(ABC):
         return UNKNOWN
 
     def _begin(self, state: Any) -> StreamRun:
-        setup = self.setup
         if self._run is not None:
             self._run.close()
         if self._slots is None:
-            self._slots = SlotLoader(setup.loader, setup.config, setup.own_seed if setup.options.seed_samples else None)
+            self._slots = SlotLoader(self.loader, self.settings, self.own_seed if self.options.seed_samples else None)
         connect = partial(self._connect, state) if self._is_joined else None
         self._run = StreamRun(
-            state, self._slots, setup.topology, connect, seed=setup.own_seed, limit=self._limit_after(state)
+            state, self._slots, self.topology, connect, seed=self.own_seed, limit=self._limit_after(state)
         )
         return self._run
 
@@ -294,7 +380,7 @@ class StreamReader(ABC):
 
     def _refuse_shared_ranks(self, num_processes: int) -> None:
         """Refuse processes that cannot read alike where they share a data-parallel rank."""
-        num_ranks = self.setup.topology.num_replicas
+        num_ranks = self.topology.num_replicas
         said = f"{num_processes} processes are {num_ranks} data-parallel ranks."
         if num_processes % num_ranks:
             raise ConfigurationError(f"{said} Each rank needs the same number of processes.")
@@ -306,20 +392,37 @@ class StreamReader(ABC):
             )
 
     def _connect(self, state: Any, describe: Callable[[int, Record], str]) -> RankSync:
-        setup, world = self.setup, detect_topology()
+        world = detect_topology()
         self._refuse_shared_ranks(world.num_replicas)
         if self._label is None:
             _COUNTED[self.name] += 1
             self._label = f"{self.name} {_COUNTED[self.name]}"
         where = f"step {state.steps} of pass {state.epoch}, state {digest(state.to_dict())}"
-        read = {"workers": state.num_workers, "steps_per_epoch": setup.options.steps_per_epoch}
+        read = {"workers": state.num_workers, "steps_per_epoch": self.options.steps_per_epoch}
         return RankSync(
             torch.distributed.distributed_c10d._get_default_store(),
-            setup.topology,
+            self.topology,
             label=self._label,
             keep=self.recent.keep,
-            timeout=setup.options.timeout,
+            timeout=self.options.timeout,
             describe=describe,
             world=world,
-            terms={**self.config(), **read, **setup.first_samples, "progress": where},
+            terms={**self.config(), **read, **self.first_samples, "progress": where},
         )
+
+    def _gave_nothing(self) -> ConfigurationError:
+        """The error that several passes had no step."""
+        return ConfigurationError(
+            f"{self.name} has given no batch to all ranks in {MOST_EMPTY} passes. Look for shards that are "
+            "empty or missing, or a filter that keeps no sample; else use fewer ranks and workers, or fuller shards."
+        )
+
+    def _warn_of_nothing(self) -> None:
+        """Say that an epoch had no step; nothing is said in evaluation, as by torch and Lightning."""
+        if not self.options.exact:
+            warnings.warn(
+                f"{self.name} has given no batch in an epoch, so nothing was trained on. Look for shards that are "
+                "empty or missing, a filter that keeps no sample, or drop_last=True with less than a batch.",
+                StatefulWarning,
+                stacklevel=3,
+            )

@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, StatefulWarning, StreamError
@@ -48,13 +47,12 @@ class StreamRun:
     """
 
     begun: Any
-    given: Given
+    given: Given = NOTHING
     is_closed: bool
+    is_iterated = False
     is_over: bool
     num_served: int
     states: SlotStates
-    is_iterated = False
-    given = NOTHING
 
     def __init__(
         self,
@@ -63,8 +61,8 @@ class StreamRun:
         topology: Topology,
         connect: Callable[[Callable[[int, Record], str]], RankSync] | None,
         *,
-        seed: int = 0,
-        limit: int = UNKNOWN,
+        seed: int,
+        limit: int,
     ) -> None:
         self.begun, self.num_served, self.is_closed, self._limit = begun, 0, False, limit
         self._slots, self._topology = slots, topology

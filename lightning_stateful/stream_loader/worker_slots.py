@@ -126,11 +126,6 @@ class SlotDataset(IterableDataset[Delivery]):
         seed_randomness(seed)
         return self._collate(samples if self._config.is_batched else samples[0])
 
-    def send_tasks(self) -> None:
-        """Send persistent workers, which wait for them, their tasks."""
-        for queue, task in zip(self.queues, self.tasks, strict=False):
-            queue.put(task)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
@@ -249,7 +244,9 @@ class SlotLoader:
             # What torch's iterator does here, without its bookkeeping for each batch.
             return iter(self._dataset)
         deliveries: Iterator[Any] = iter(self.loader)
-        self._dataset.send_tasks()
+        # Persistent workers wait for their tasks.
+        for queue, task in zip(self._dataset.queues, tasks, strict=False):
+            queue.put(task)
         return map(Delivery._make, deliveries)
 
     def unsaid(self, delivery: Delivery) -> Iterator[str]:

@@ -125,12 +125,8 @@ class DocumentPacker(StreamNode[dict[str, NDArray[Any]]]):
     def check_state(self, state: Any, path: str) -> None:
         """Refuse a state of another shape, or whose text is not one that is written; see :class:`StreamNode`."""
         super().check_state(state, path)
-        length, most, is_text, rooms = (
-            self._packing.sequence_length,
-            self._packing.open_sequences or 1,
-            False,
-            list[int](),
-        )
+        length, most = self._packing.sequence_length, self._packing.open_sequences or 1
+        is_text, rooms = False, list[int]()
         with suppress(ValueError):
             rooms, waited = _decoded(state["open"], length, most)
             is_text = waited >= 0 and all(rooms) and _encoded(rooms, waited, length) == state["open"]

@@ -144,15 +144,7 @@ class HuggingFaceNode(StreamNode[Any]):
         held: The generators that functions may draw from, where that is known; None to look for them in the dataset.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        epoch: int,
-        *,
-        is_exact: bool = True,
-        reruns: bool = False,
-        held: HeldGenerators | None = None,
-    ) -> None:
+    def __init__(self, dataset: Any, epoch: int, *, is_exact: bool, reruns: bool, held: HeldGenerators | None) -> None:
         super().__init__()
         dataset.set_epoch(epoch)
         self._dataset, self._epoch, self._is_exact, self._reruns = dataset, epoch, is_exact, reruns
@@ -190,10 +182,6 @@ class HuggingFaceNode(StreamNode[Any]):
         if self._samples is None:
             self.reset()
         return self._watched() if self._reruns and not self._has_drawn else self._samples
-
-    def next(self) -> Any:
-        """The next sample."""
-        return next(iter(self))
 
     def read_into(self, samples: list[Any], number: int) -> None:
         """Append the next samples to a list, up to ``number``; what comes before an error stays in it."""

@@ -184,10 +184,6 @@ class GraphNode(StreamNode[Any]):
                 "checkpoint."
             ) from error
 
-    def next(self) -> Any:
-        """The next item of the graph."""
-        return next(self._graph)
-
     def __iter__(self) -> Iterator[Any]:
         return self if self._graph is None else iter(self._graph)
 

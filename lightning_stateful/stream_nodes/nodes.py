@@ -110,7 +110,7 @@ class StreamNode(BaseNode[T]):
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods
 
     def next(self) -> T:
-        """The next item. A class that does not define it defines :meth:`next_many`."""
+        """The next item. A class that does not define it defines :meth:`next_many`, or ``__iter__``."""
         for item in self.next_many(1):
             return item
         raise StopIteration
@@ -184,7 +184,8 @@ def reset_to(node: BaseNode[Any], state: NodeState | None) -> None:
 
 def sources_of(node: BaseNode[Any]) -> list[BaseNode[Any]]:
     """The nodes that a node reads from: its attributes ``source`` and ``source_nodes``, as torchdata has them."""
-    held = [getattr(node, "source", None), *_values(getattr(node, "source_nodes", ()))]
+    several = getattr(node, "source_nodes", ())
+    held = [getattr(node, "source", None), *(several.values() if isinstance(several, Mapping) else several)]
     return [source for source in held if isinstance(source, BaseNode)]
 
 
@@ -193,7 +194,3 @@ def innermost(state: NodeState) -> NodeState:
     while "source" in state:
         state = state["source"]
     return state
-
-
-def _values(nodes: Any) -> list[Any]:
-    return list(nodes.values()) if isinstance(nodes, Mapping) else list(nodes)

@@ -210,7 +210,6 @@ class WindowNode(StreamNode[tuple[T, ...]]):
         PositionError: The source ends before the windows that were given.
     """
 
-    context: ClassVar[tuple[str, ...]] = ()
     state_shape: ClassVar = {"source": object, "since": COUNT}
     keeps_numbers = True
 
@@ -328,11 +327,8 @@ class RunningStateNode(StreamNode[Any]):
     def get_state(self) -> NodeState:
         """A state of some samples ago, that of the source there, and how many samples."""
         if self._since > len(json.dumps(self._plain)) // _CHARACTERS_AN_ITEM:
-            self._plain, self._source_state, self._since = (
-                to_plain(self._state, "running state", "stream"),
-                state_of(self.source),
-                0,
-            )
+            self._plain = to_plain(self._state, "running state", "stream")
+            self._source_state, self._since = state_of(self.source), 0
         return {"source": self._source_state, "since": self._since, "state": self._plain}
 
     def describe(self) -> list[Any]:

@@ -371,9 +371,9 @@ def _readers(
     number: int, num_replicas: int, num_workers: int, num_teams: int
 ) -> Iterator[tuple[Sequence[int], list[int]]]:
     """Divide so many among teams of ranks, and in these among groups of workers: which ones, and their slots."""
-    for team in range(max(num_teams, 1) if number else 0):
-        own = range(number)[team :: max(num_teams, 1)]
-        ranks = _part(num_replicas, team, max(num_teams, 1))
+    num_teams = max(num_teams, 1)
+    for team in range(num_teams if number else 0):
+        own, ranks = range(number)[team::num_teams], _part(num_replicas, team, num_teams)
         groups = min(len(own), num_workers)
         for group in range(groups):
             # Ranks before workers: what does not go round is spread over ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
 from lightning_stateful.stream_nodes.shard_reader import OnError
 from lightning_stateful.stream_nodes.transforms import MapNode, name_of
@@ -82,11 +82,8 @@ class Chunks(Shards):
 
     @cached_property
     def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for ref in self._refs:
-            # A name may hold what is no text.
-            digest.update(f"{_name_of(ref, self._depth)}\n".encode(errors="surrogatepass"))
-        return digest.hexdigest()
+        # A name may hold what is no text.
+        return hex_digest(*(f"{_name_of(ref, self._depth)}\n".encode(errors="surrogatepass") for ref in self._refs))
 
 
 class ChunkNode(StreamNode[Any]):
@@ -113,10 +110,6 @@ class ChunkNode(StreamNode[Any]):
     def __iter__(self) -> Iterator[Any]:
         # Without a call in between where many are taken at once.
         return self if self._samples is None else self._samples
-
-    def next(self) -> Any:
-        """The next sample."""
-        return next(self._samples)
 
     def get_state(self) -> Any:
         """None: there is no state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
@@ -60,6 +60,9 @@ class IterableState:
     slots: tuple[NodeState | None, ...]
     steps: int = 0
     is_here: bool = False
+    # A pass is never divided anew: what is left of it cannot be given to other ranks or workers.
+    steps_before: ClassVar[int] = 0
+    is_known: ClassVar[bool] = False
 
     @classmethod
     def beginning(cls, config: IterableConfig, epoch: int, num_replicas: int, num_workers: int) -> IterableState:
@@ -74,19 +77,9 @@ class IterableState:
         return self.num_replicas * self.num_workers
 
     @property
-    def steps_before(self) -> int:
-        """0: a pass is never divided anew."""
-        return 0
-
-    @property
     def has_begun(self) -> bool:
         """Whether something of the pass was served, or one before has left something that it depends on."""
         return bool(self.steps) or any(slot and (slot["ended"] or slot["passes"]) for slot in self.slots)
-
-    @property
-    def is_known(self) -> bool:
-        """False: what is left of a pass cannot be given to other ranks or workers."""
-        return False
 
     def on(self, num_replicas: int, num_workers: int) -> IterableState:
         """The beginning of the pass on other ranks and workers.

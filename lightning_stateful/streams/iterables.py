@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
@@ -59,7 +59,6 @@ class IterableConfig:
         stays: Whether the same object is read in every pass, and not a copy in a worker that ends with the pass.
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
-        hides_workers: False: it finds out its worker from ``torch.utils.data.get_worker_info()``.
         told: Tells the epoch to those that have ``set_epoch``.
     """
 
@@ -73,8 +72,9 @@ class IterableConfig:
     stays: bool = True
     is_checked: bool = True
     beginning: Any = None
-    hides_workers: bool = False
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
+    # It finds out its worker from torch.utils.data.get_worker_info().
+    hides_workers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.told:

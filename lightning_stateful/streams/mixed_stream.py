@@ -72,7 +72,9 @@ class MixedStream(Stream):
             raise ConfigurationError(f"Streams need different names, got {list(named)}.")
         sources = {}
         for name, dataset in named.items():
-            stream = IndexedStream(dataset) if as_stream(dataset) is None and has_index(dataset) else as_stream(dataset)
+            stream = as_stream(dataset)
+            if stream is None and has_index(dataset):
+                stream = IndexedStream(dataset)
             if stream is None or stream.mixing is not None:
                 raise ConfigurationError(
                     f"Stream {name!r} is a {type(dataset).__qualname__}"

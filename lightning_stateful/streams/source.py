@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
-from torchdata.nodes import BaseNode
+from torchdata.nodes import BaseNode, IterableWrapper
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
@@ -18,6 +17,7 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.stream_nodes.document_packer import DocumentPacker
 from lightning_stateful.stream_nodes.nodes import Shards, StreamNode
@@ -57,7 +57,7 @@ class Transform:
 
     def describe(self) -> Any:
         """Plain data to be compared."""
-        node: Any = self.node(_Nothing())
+        node: Any = self.node(IterableWrapper(()))
         return node.describe()
 
 
@@ -169,7 +169,7 @@ class Source:
         sizes = self.shards.sizes()
         if sizes is not None:
             # They decide which slot a shard goes to.
-            described["sizes"] = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
+            described["sizes"] = hex_digest(repr(sizes).encode())
         steps = [step.describe() for step in self.steps]
         if self.steps and self.steps[-1].kind is DocumentPacker:
             described["packing"] = steps.pop()[1]
@@ -315,10 +315,3 @@ def _draws(mixing: Mixing, active: tuple[str, ...], epoch: int, per_step: int) -
         return Draws.repeated(left(mixing.draws), key=key)
     points = tuple(map(left, mixing.schedule.draws))
     return Draws.scheduled(replace(mixing.schedule, draws=points), per_step, key=key)
-
-
-class _Nothing(BaseNode[Any]):
-    """A node without items, to see whether another node takes its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torchdata's

@@ -321,7 +321,7 @@ def _numbered_by(loader: AnyLoader, mixture: Mapping[str, Any]) -> Mapping[str, 
 
 def _shards_in(loader: AnyLoader) -> dict[str, Any]:
     """The shards of a stream whose samples have numbers, of each of which a pass has every sample once."""
-    config = getattr(loader.order.setup, "config", None) if isinstance(loader, StreamLoader) else None
+    config = loader.order.settings if isinstance(loader, StreamLoader) else None
     if not isinstance(config, StreamConfig) or any(source.numbering is None for source in config.sources.values()):
         return {}
     shards = {name: source.shards for name, source in config.sources.items()}
@@ -344,9 +344,9 @@ def _name_of(shards: Shards, shard: int) -> str:
 
 def _is_a_pass(loader: StreamLoader) -> bool:
     """Whether an epoch is a pass over a stream; else an epoch may begin in one pass and end in the next."""
-    setup = loader.order.setup
-    is_cut = setup.options.steps_per_epoch or setup.config.describe().get("drop_last")
-    return setup.topology.num_replicas == 1 and not is_cut
+    order = loader.order
+    is_cut = order.options.steps_per_epoch or order.config().get("drop_last")
+    return order.topology.num_replicas == 1 and not is_cut
 
 
 def _num_once(loader: AnyLoader) -> int | None:

@@ -49,7 +49,8 @@ def test_a_delivery_is_small_unless_the_state_has_changed(monkeypatch: pytest.Mo
         assert all(len(text) < 400 for text, _ in delivered)
 
 
-def test_a_loader_that_pins_memory_goes_on_exactly() -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_pins_memory_goes_on_exactly(num_workers: int) -> None:
     """As on a machine with a GPU, where torch hands every delivery to ``pin_memory``."""
 
     class Pins(DataLoader[Any]):
@@ -59,7 +60,9 @@ def test_a_loader_that_pins_memory_goes_on_exactly() -> None:
         def __iter__(self) -> Any:
             return self._get_iterator()
 
-    assert_gives_the_same(partial(much, num_workers=2, kind=Pins, collate_fn=list), [7, 20], total=30)
+    assert_gives_the_same(
+        partial(much, num_workers=num_workers, kind=Pins, pin_memory=True, collate_fn=list), [7, 20], total=30
+    )
 
 
 def test_a_rank_with_fewer_batches_than_a_state_of_another_says_is_told_so() -> None:

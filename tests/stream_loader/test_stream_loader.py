@@ -108,3 +108,7 @@ def test_what_a_collate_fn_draws_is_something_else_for_every_batch_of_every_pass
 
     drawn = [*loader, *loader]
     assert len(set(drawn)) == len(drawn) > 30
+
+
+def test_a_dataset_that_divides_itself_has_no_packed_tokens_to_count() -> None:
+    assert StreamLoader(DataLoader(Draws(), batch_size=2)).most_tokens_a_step == 0
