@@ -218,7 +218,7 @@ class Launcher:
             record.log = log.read_text(errors="replace")[-_LOG_CHARACTERS:] if log.exists() else ""
             if number in unfinished:
                 record.failed = f"hung: no new batch in {self.timeout:g} seconds, after {len(record.batches)} batches"
-            elif number in one.ended and not job.record.with_suffix(".done").exists() and job.kill_after is None:
+            elif number in one.ended and not job.record.with_suffix(".done").exists() and job.run.kill_after is None:
                 record.failed = f"died, with exit code {one.ended[number]}"
             records.append(record)
         return records
