@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lightning_stateful.cli.comparison import compared, comparison_in_words
-from lightning_stateful.cli.flags import Command, as_json, in_flags, numbers_or_name
+from lightning_stateful.cli.flags import Command, as_json, in_flags, json_option, numbers_or_name
 from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refuse_damaged, refusing_odd_states
 from lightning_stateful.cli.verify_command import verify
 from lightning_stateful.cli.words import described, error_in_words, in_words, printable, rest_in_words
@@ -20,7 +20,6 @@ from lightning_stateful.errors import ConfigurationError, StateError, StatefulEr
 RIGHT, FOUND, CANNOT = 0, 1, 2
 
 _path = click.argument("checkpoint", type=click.Path(path_type=Path))
-_json = click.option("--json", "json_", is_flag=True, help="JSON in place of words.")
 _devices = click.option("--devices", type=click.IntRange(min=1), help="Ranks on each node; by default as saved.")
 _nodes = click.option("--nodes", type=click.IntRange(min=1), default=1, help="Nodes, 1 by default.")
 _seed = click.option(
@@ -78,7 +77,7 @@ def run(arguments: Sequence[str] | None) -> int:
     lightning-stateful inspect fsdp_folder/""",
 )
 @_path
-@_json
+@json_option
 def inspect(checkpoint: Path, json_: bool) -> int:
     """Say where a checkpoint stands, and what a resume from it refuses.
 
@@ -97,7 +96,7 @@ def inspect(checkpoint: Path, json_: bool) -> int:
 @group.command(cls=Command, epilog="lightning-stateful diff monday.ckpt tuesday.ckpt")
 @_path
 @click.argument("other", type=click.Path(path_type=Path))
-@_json
+@json_option
 def diff(checkpoint: Path, other: Path, json_: bool) -> int:
     """Say what differs between two checkpoints, by path, with the remedy that a resume would name.
 
@@ -122,7 +121,7 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
 @click.option("--batch-size", type=click.IntRange(min=1), help="Samples in a batch of one rank; by default as saved.")
 @_seed
 @_accept
-@_json
+@json_option
 def plan(
     checkpoint: Path,
     factory: str | None,
@@ -173,7 +172,7 @@ def plan(
 @_nodes
 @_seed
 @_accept
-@_json
+@json_option
 def check(
     checkpoint: Path,
     factory: str,
@@ -193,9 +192,7 @@ def check(
     refuse_damaged(checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
-        said = "\n".join(map(printable, problems))
-        click.echo(as_json({"resumes": False, "problems": problems}) if json_ else said)
-        return FOUND
+        return _refused(problems, "\n".join(map(printable, problems)), json_)
     ranks = _ranks(found, devices, nodes)
     notes: list[str] = []
     try:
@@ -207,12 +204,11 @@ def check(
             taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
             notes.append(f"The run took {taken}, and a resume is taken to do so too.")
             total = limit
-    except ConfigurationError as error:
+    except StatefulError as error:
         if type(error) is ConfigurationError:
             raise
-        return _refused(error, json_)
-    except StatefulError as error:
-        return _refused(error, json_)
+        said = in_flags(error_in_words(error), click.get_current_context().command.params)
+        return _refused([str(error)], f"refused: {said}", json_)
     answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": step + 1, "batches": total}
     of = f" of {total:,}" if total is not None else ""
     said = f"resumes on {ranks} rank{'s' * (ranks != 1)}: next is batch {step + 1:,}{of} of epoch {epoch}"
@@ -234,7 +230,7 @@ def check(
 @click.option("--last", type=click.IntRange(min=0), help="The last step to list.")
 @_seed
 @_accept
-@_json
+@json_option
 def trained(
     checkpoint: Path,
     factory: str,
@@ -292,7 +288,7 @@ def trained(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--start", metavar="NAME", help="The start whose weights are asked about; by default the latest.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page of HTML with pictures, too.")
-@_json
+@json_option
 def report(folder: Path, start: str | None, output: Path | None, json_: bool) -> int:
     """Say what a run was trained on, over all restarts: what came twice, what never came, what was lost.
 
@@ -342,7 +338,7 @@ _BOUNDARIES = '"least_padding", "equal_counts", or the longest length of each bu
 @click.option("--ranks", type=click.IntRange(min=1), multiple=True, default=[1], help="Numbers of ranks: 1 8 64.")
 @click.option("--buckets", is_flag=True, help="A line for each bucket, too.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and batches to this file (matplotlib).")
-@_json
+@json_option
 def padding(json_: bool, **options: Any) -> int:
     """Measure padding, budget use and straggling of batches of like lengths on some numbers of ranks."""
     from lightning_stateful.bucketing.budget import Budget, QuadraticCost
@@ -381,8 +377,9 @@ def _data(
     from lightning_stateful.cli import users_data
 
     notes: list[str] = []
-    saved = (checkpoint.callback or {}).get("seed")
-    if len(seeds := set(((checkpoint.callback or {}).get("seeds") or {}).values())) == 1:
+    callback = checkpoint.callback or {}
+    saved = callback.get("seed")
+    if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
         (saved,) = seeds
     default = seed if seed is not None else saved if isinstance(saved, int) else None
     seeded = users_data.seeded_by_default(default, is_saved=seed is None)
@@ -432,10 +429,8 @@ def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> in
     return min(known)
 
 
-def _refused(error: StatefulError, json_: bool) -> int:
-    found: Mapping[str, Any] = {"resumes": False, "problems": [str(error)]}
-    options = click.get_current_context().command.params
-    click.echo(as_json(found) if json_ else f"refused: {in_flags(error_in_words(error), options)}")
+def _refused(problems: Sequence[str], said: str, json_: bool) -> int:
+    click.echo(as_json({"resumes": False, "problems": problems}) if json_ else said)
     return FOUND
 
 

@@ -30,6 +30,8 @@ _FOLDERS = {
 }
 # What a note of a run has; see run_notes.py.
 _NOTE = {"versions", "ranks", "steps", "batch_size", "workers"}
+# Kinds whose progress counts samples of the epoch, of one dataset.
+COUNTS_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,6 @@ def _contents(file: Path, layout: str) -> tuple[str, Any]:
 
 def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoint:
     """The states in a checkpoint's contents."""
-    found: dict[str, Any] = {"path": path, "layout": layout, "problems": ()}
     is_lightnings = "pytorch-lightning_version" in contents or "loops" in contents
     callbacks = contents.get("callbacks")
     callback = callbacks.get(CALLBACK_KEY) if isinstance(callbacks, Mapping) else None
@@ -183,36 +184,37 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
             "it has neither a state of training data nor a Trainer's loops. Its keys are "
             f"{', '.join(map(str, contents))}."
         )
-    step = contents.get("global_step")
-    found["global_step"] = step if isinstance(step, int) else None
-    found["lightning"] = str(contents.get("pytorch-lightning_version", ""))
-    problems: list[str] = []
+    progress, data, problems = None, None, list[str]()
     if callback is not None:
-        found["callback"] = callback if isinstance(callback, Mapping) else None
         try:
-            found["progress"] = read_callback_state(callback)[0]
+            progress = read_callback_state(callback)[0]
         except StateError as error:
             problems.append(str(error))
     elif is_lightnings:
-        found["progress"] = _counted(contents, problems)
+        try:
+            # Of a run without the callback, by Lightning's own counters.
+            progress = read_counters(contents["loops"]["fit_loop"])
+        except (KeyError, TypeError):
+            problems.append("It has no loop counters, so a resume begins at epoch 0 with its weights.")
     try:
         for name, state in states.items():
             _refuse_endless(state)
             check(state, where=f"The state under {name!r}" if name else "The state of the training data")
         # Several that a program has put side by side are read as those of loaders side by side.
-        found["data"] = None if not states else states.get("") or pack_combined("side by side", states)
+        data = None if not states else states.get("") or pack_combined("side by side", states)
     except StateError as error:
         problems.append(str(error))
-    return Checkpoint(**{**found, "problems": tuple(problems)})
-
-
-def _counted(contents: Mapping[str, Any], problems: list[str]) -> LoopProgress | None:
-    """The progress of a run without the callback, by Lightning's own counters."""
-    try:
-        return read_counters(contents["loops"]["fit_loop"])
-    except (KeyError, TypeError):
-        problems.append("It has no loop counters, so a resume begins at epoch 0 with its weights.")
-        return None
+    step = contents.get("global_step")
+    return Checkpoint(
+        path=path,
+        layout=layout,
+        global_step=step if isinstance(step, int) else None,
+        callback=callback if isinstance(callback, Mapping) else None,
+        progress=progress,
+        data=data,
+        problems=tuple(problems),
+        lightning=str(contents.get("pytorch-lightning_version", "")),
+    )
 
 
 def _data_states(contents: Mapping[str, Any], callback: Any) -> dict[str, Mapping[str, Any]]:
@@ -253,6 +255,11 @@ def _refuse_endless(state: Mapping[str, Any]) -> None:
             break
     if level:
         raise DamagedStateError("The state of the training data is no plain data: it has no end. It is damaged.")
+
+
+def source_lengths(config: Mapping[str, Any]) -> dict[str, int]:
+    """The samples of each source of a mixture, with which its description in a configuration begins."""
+    return {name: int(str(of).split(" ", maxsplit=1)[0]) for name, of in config.get("sources", {}).items()}
 
 
 def _is_state(value: Mapping[str, Any]) -> bool:
