@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,73 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
     return FOUND if found["settings"] else RIGHT
 
 
+@dataclass(frozen=True)
+class _Resume:
+    """A resume that a command is asked about: a checkpoint, data and ranks.
+
+    Attributes:
+        checkpoint: The checkpoint's path.
+        factory: The factory of the data; None where there is none.
+        devices: Ranks on each node; None for those that wrote the checkpoint.
+        nodes: Nodes.
+        seed: The seed of loaders without one of their own; None for the saved one.
+        accept: Names of differences to let pass.
+    """
+
+    checkpoint: Path
+    factory: str | None
+    devices: int | None
+    nodes: int
+    seed: int | None
+    accept: tuple[str, ...]
+
+    @cached_property
+    def found(self) -> Checkpoint:
+        """The states in the checkpoint."""
+        return read_checkpoint(self.checkpoint)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
+
+        Raises:
+            StateError: It has no state of training data, on any ranks.
+            click.UsageError: It does not say which wrote it, and none are given.
+        """
+        self.found.needed()
+        if self.devices is not None:
+            return self.devices * self.nodes
+        saved = self.found.written.get("ranks")
+        if not isinstance(saved, int):
+            raise click.UsageError(f"{self.found.path} does not say on how many ranks it was written: pass --devices.")
+        return saved
+
+    @contextmanager
+    def data(self) -> Iterator[tuple[Any, Any, list[str]]]:
+        """The module that builds a user's data, these data, and warnings that come up; for a block that uses them."""
+        from lightning_stateful.cli import users_data
+
+        notes: list[str] = []
+        callback = self.found.callback or {}
+        saved = callback.get("seed")
+        if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
+            (saved,) = seeds
+        default = self.seed if self.seed is not None else saved if isinstance(saved, int) else None
+        seeded = users_data.seeded_by_default(default, is_saved=self.seed is None)
+        overfits = bool(self.found.written.get("overfits"))
+        with warnings.catch_warnings(record=True) as caught, seeded:
+            warnings.simplefilter("always")
+            try:
+                data = users_data.build_data(str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits)
+                yield users_data, data, notes
+            except StatefulError:
+                # The reason may be a name in --accept that is misspelled.
+                said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
+                click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
+                raise
+        notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
+
+
 @group.command(
     cls=Command,
     epilog="""lightning-stateful plan last.ckpt --devices 6
@@ -122,16 +191,7 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
 @_seed
 @_accept
 @json_option
-def plan(
-    checkpoint: Path,
-    factory: str | None,
-    devices: int | None,
-    nodes: int,
-    batch_size: int | None,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+def plan(batch_size: int | None, json_: bool, **options: Any) -> int:
     """Say what is left of the epoch on other ranks: steps, the last step, samples repeated, shards shared.
 
     Of all samples of a dataset, and of mixtures, this follows from the checkpoint. Batches of like lengths, samplers
@@ -140,18 +200,18 @@ def plan(
 
     Exits with 1 if samples are served twice or dropped at the end of the epoch.
     """
-    found = read_checkpoint(checkpoint)
-    ranks = _ranks(found, devices, nodes)
+    asked = _Resume(**options)
+    found, ranks = asked.found, asked.ranks
     from lightning_stateful.cli import orders
 
-    if factory is None:
-        with refusing_odd_states(checkpoint):
+    if asked.factory is None:
+        with refusing_odd_states(asked.checkpoint):
             rests = orders.rests_from_states(found, ranks, batch_size)
             left, notes = orders.steps_left(rests, found), orders.notes_on(found, batch_size)
     elif batch_size is not None:
         raise click.UsageError("--batch-size is for a plan without FACTORY, whose loaders have a batch size.")
     else:
-        with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        with asked.data() as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             rests = users_data.rests_of(data, epoch, step)
         total = data.combined.num_batches(epoch)
@@ -173,30 +233,22 @@ def plan(
 @_seed
 @_accept
 @json_option
-def check(
-    checkpoint: Path,
-    factory: str,
-    devices: int | None,
-    nodes: int,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+def check(json_: bool, **options: Any) -> int:
     """Say whether a checkpoint will resume with the data of FACTORY, package.module:function; nothing is trained.
 
     The whole file is read: of each tensor the checksum is compared, which torch does not do.
 
     Exits with 1 if the resume would be refused, or would not be exact, and with 2 if the file is damaged.
     """
-    found = read_checkpoint(checkpoint)
-    refuse_damaged(checkpoint)
+    asked = _Resume(**options)
+    found = asked.found
+    refuse_damaged(asked.checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
         return _refused(problems, "\n".join(map(printable, problems)), json_)
-    ranks = _ranks(found, devices, nodes)
-    notes: list[str] = []
+    ranks, notes = asked.ranks, list[str]()
     try:
-        with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        with asked.data() as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             limit = users_data.limit_of(found, data)
         total = data.combined.num_batches(epoch) if data.combined.is_sized else None
@@ -231,18 +283,7 @@ def check(
 @_seed
 @_accept
 @json_option
-def trained(
-    checkpoint: Path,
-    factory: str,
-    epoch: int,
-    devices: int | None,
-    nodes: int,
-    first: int,
-    last: int | None,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+def trained(epoch: int, first: int, last: int | None, json_: bool, **options: Any) -> int:
     """List the indices of the dataset that each rank was trained on in each step of an epoch, up to the checkpoint.
 
     Of packed data they are numbers of sequences, not of documents.
@@ -251,9 +292,9 @@ def trained(
     an epoch that was trained with the present ones from its beginning to its end, or to the checkpoint. A note says so,
     and another where the checkpoint shows that they were others.
     """
-    found = read_checkpoint(checkpoint)
-    ranks = _ranks(found, devices, nodes)
-    with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+    asked = _Resume(**options)
+    found, ranks = asked.found, asked.ranks
+    with asked.data() as (users_data, data, notes):
         users_data.resumed(found, data)
         data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
@@ -367,49 +408,6 @@ def padding(json_: bool, **options: Any) -> int:
     notes = [f"{dropped} samples are longer than the budget: left out"] if dropped else []
     click.echo("\n\n".join([*tables, summary(reports), *notes]))
     return RIGHT
-
-
-@contextmanager
-def _data(
-    checkpoint: Checkpoint, factory: str, ranks: int, seed: int | None, accept: Sequence[str]
-) -> Iterator[tuple[Any, Any, list[str]]]:
-    """The module that builds a user's data, these data, and the warnings that come up; for a block that uses them."""
-    from lightning_stateful.cli import users_data
-
-    notes: list[str] = []
-    callback = checkpoint.callback or {}
-    saved = callback.get("seed")
-    if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
-        (saved,) = seeds
-    default = seed if seed is not None else saved if isinstance(saved, int) else None
-    seeded = users_data.seeded_by_default(default, is_saved=seed is None)
-    with warnings.catch_warnings(record=True) as caught, seeded:
-        warnings.simplefilter("always")
-        try:
-            overfits = bool(checkpoint.written.get("overfits"))
-            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept, overfits=overfits), notes
-        except StatefulError:
-            # The reason may be a name in --accept that is misspelled.
-            said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
-            click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
-            raise
-    notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-
-
-def _ranks(checkpoint: Checkpoint, devices: int | None, nodes: int) -> int:
-    """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
-
-    Raises:
-        StateError: It has no state of training data, on any ranks.
-        click.UsageError: It does not say which wrote it, and none are given.
-    """
-    checkpoint.needed()
-    if devices is not None:
-        return devices * nodes
-    saved = checkpoint.written.get("ranks")
-    if not isinstance(saved, int):
-        raise click.UsageError(f"{checkpoint.path} does not say on how many ranks it was written: pass --devices.")
-    return saved
 
 
 def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> int:
