@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.loaders.length_cache import names_lengths
+from lightning_stateful.loaders.length_cache import file_of, names_lengths
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.source_datasets import SourceCollate, concatenated, packed_anew
 from lightning_stateful.mixture.sources import Stop
@@ -118,18 +118,13 @@ class PackedDataModule(StatefulDataModule):
             stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
         """
         dataset, lengths = self._with_lengths(dataset, name, stage)
-        path = None if self.cache_file is None else Path(self.cache_file)
-        if path is not None:
-            # Each of several datasets has a file of its own.
-            parts = [path.stem, "" if stage == "train" else stage, name or ""]
-            path = path.with_stem("-".join(filter(None, parts)))
         packed = PackedDataset(
             dataset,
             lengths=lengths,
             packing=self.packing,
             seed=loader_seed(seed_or_default(self.seed), name or ""),
             shuffle=self.shuffle and stage == "train",
-            cache_file=path,
+            cache_file=file_of(self.cache_file, stage, name),
             measure_workers=self.measure_workers,
         )
         if packed.num_dropped:
