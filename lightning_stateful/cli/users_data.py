@@ -59,7 +59,7 @@ class UsersData(NamedTuple):
 
 
 @contextmanager
-def seeded_by_default(seed: int | None, *, is_saved: bool = False) -> Iterator[None]:
+def seeded_by_default(seed: int | None, *, is_saved: bool) -> Iterator[None]:
     """Let loaders without a seed have this one, unless ``seed_everything`` is called; afterwards as before.
 
     Args:
@@ -77,7 +77,7 @@ def seeded_by_default(seed: int | None, *, is_saved: bool = False) -> Iterator[N
             os.environ[_SEED] = before
 
 
-def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfits: bool = False) -> UsersData:
+def build_data(factory: str, *, ranks: int, accept: Collection[str], overfits: bool) -> UsersData:
     """Build a factory's training loaders for some ranks, as a Trainer with StatefulDataCallback would.
 
     Args:

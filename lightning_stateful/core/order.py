@@ -28,7 +28,7 @@ from lightning_stateful.shapes import COUNT, CYCLE, EPOCH
 UNKNOWN = 2**62
 
 # The first batch should not wait for many; later ones are computed many at a time.
-_FIRST_CHUNK, _LARGEST_CHUNK = 8, 8192
+_FIRST_CHUNK = 8
 # The counts of a progress, and their ranges.
 _COUNTS = {"epoch": EPOCH, "cycle": CYCLE, "consumed": COUNT}
 
@@ -218,7 +218,7 @@ def seeded_at(order: AnOrder, path: str) -> AnOrder:
 
 
 def read_in_chunks(
-    read: Callable[[int, int], tuple[Indices, Indices]], first: int, last: int, *, largest: int = _LARGEST_CHUNK
+    read: Callable[[int, int], tuple[Indices, Indices]], first: int, last: int, *, largest: int
 ) -> Iterator[list[int]]:
     """Iterate over one rank's batches of the steps ``first <= step < last``, computed in chunks that grow.
 

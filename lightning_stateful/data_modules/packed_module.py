@@ -100,9 +100,10 @@ class PackedDataModule(StatefulDataModule):
         self.cache_file, self.measure_workers = cache_file, measure_workers
         mixing: dict[str, Any] = {"weights": weights, "temperature": temperature, "schedule": schedule, "stop": stop}
         mixing |= {"num_steps": num_steps, "by": by}
-        self._mixes = any(value is not None for value in mixing.values())
+        self._is_mixture = any(value is not None for value in mixing.values())
         self._mixing, self._tag = {**mixing, "by": _checked_by(by)}, tag
-        if tag is not None and not self._mixes:
+        self._mixes = self._mixing["by"] == "sample"
+        if tag is not None and not self._is_mixture:
             raise ConfigurationError(
                 f"tag={tag!r} names the datasets of a mixture. Pass weights (or a schedule, temperature, by, stop or "
                 "num_steps), or leave it out."
@@ -166,7 +167,7 @@ class PackedDataModule(StatefulDataModule):
         return dataset, lengths
 
     def _sources(self, data: Any) -> dict[str, PackedDataset]:
-        if not self._mixes or not isinstance(data, Mapping):
+        if not self._is_mixture or not isinstance(data, Mapping):
             raise ConfigurationError(
                 "A mixture of packed datasets is a dict of datasets with weights, a schedule, temperature, by, stop or "
                 f"num_steps; got a {type(data).__name__}."
@@ -179,18 +180,18 @@ class PackedDataModule(StatefulDataModule):
         return MixtureBatchSampler(sources, self.batch_size, by_pass=packed_anew(sources), **how)
 
     def _loaders(self, data: Any, stage: str) -> Any:
-        if stage != "train" or not self._mixes or data is None:
+        if stage != "train" or not self._is_mixture or data is None:
             return super()._loaders(data, stage)
-        sources, mixes = self._sources(data), self._mixing["by"] == "sample"
-        dataset, collate_fn = concatenated(sources, self._options["collate_fn"], tag=self._tag, mixes=mixes)
+        sources = self._sources(data)
+        dataset, collate_fn = concatenated(sources, self._options["collate_fn"], tag=self._tag, mixes=self._mixes)
         return self._stateful_loader(dataset, batch_sampler=self._batches(sources), collate_fn=collate_fn)
 
     def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
         packed = self.packed(dataset, name, stage)
         how = {"batch_size": self.batch_size, **how}
         if self._tag is not None and name is not None:
-            mixes = self._mixing["by"] == "sample"
-            how["collate_fn"] = SourceCollate((name,), self._options["collate_fn"], tag=self._tag, mixes=mixes)
+            collate_fn = self._options["collate_fn"]
+            how["collate_fn"] = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes)
         if stage == "train":
             return self._stateful_loader(packed, name, sampler=packed.order, drop_last=self.drop_last, **how)
         return self._stateful_loader(packed, name, exact=True, **how)

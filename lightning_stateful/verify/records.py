@@ -138,12 +138,13 @@ class Batch:
         said = []
         for part in self.parts:
             label = f"{part.path}: " if part.path else ""
-            some = "" if part.items is None else f"samples {_some(part.items)}: "
+            some = "" if part.items is None else f"samples {some_of(part.items, 8)}: "
             said.append(f"{label}{some}{part.shown}")
         return " | ".join(said)
 
 
-def _some(items: Sequence[Any], most: int = 8) -> str:
+def some_of(items: Sequence[Any], most: int) -> str:
+    """The first few items in words."""
     return " ".join(map(str, items[:most])) + " ..." * (len(items) > most)
 
 

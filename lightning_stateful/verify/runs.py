@@ -26,7 +26,7 @@ class Runs:
         ended: Is called as each run has ended.
     """
 
-    def __init__(self, job: Job, timeout: float, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, job: Job, timeout: float, ended: Callable[[], None]) -> None:
         self.job, self._timeout, self._ended = job, timeout, ended
         self._num_files = 0
 
