@@ -191,11 +191,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         except StateError as error:
             problems.append(str(error))
     elif is_lightnings:
-        try:
-            # Of a run without the callback, by Lightning's own counters.
-            progress = read_counters(contents["loops"]["fit_loop"])
-        except (KeyError, TypeError):
-            problems.append("It has no loop counters, so a resume begins at epoch 0 with its weights.")
+        progress = _counted(contents, problems)
     try:
         for name, state in states.items():
             _refuse_endless(state)
@@ -215,6 +211,15 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         problems=tuple(problems),
         lightning=str(contents.get("pytorch-lightning_version", "")),
     )
+
+
+def _counted(contents: Mapping[str, Any], problems: list[str]) -> LoopProgress | None:
+    """The progress of a run without the callback, by Lightning's own counters."""
+    try:
+        return read_counters(contents["loops"]["fit_loop"])
+    except (KeyError, TypeError):
+        problems.append("It has no loop counters, so a resume begins at epoch 0 with its weights.")
+        return None
 
 
 def _data_states(contents: Mapping[str, Any], callback: Any) -> dict[str, Mapping[str, Any]]:
