@@ -110,73 +110,6 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
     return FOUND if found["settings"] else RIGHT
 
 
-@dataclass(frozen=True)
-class _Resume:
-    """A resume that a command is asked about: a checkpoint, data and ranks.
-
-    Attributes:
-        checkpoint: The checkpoint's path.
-        factory: The factory of the data; None where there is none.
-        devices: Ranks on each node; None for those that wrote the checkpoint.
-        nodes: Nodes.
-        seed: The seed of loaders without one of their own; None for the saved one.
-        accept: Names of differences to let pass.
-    """
-
-    checkpoint: Path
-    factory: str | None
-    devices: int | None
-    nodes: int
-    seed: int | None
-    accept: tuple[str, ...]
-
-    @cached_property
-    def found(self) -> Checkpoint:
-        """The states in the checkpoint."""
-        return read_checkpoint(self.checkpoint)
-
-    @cached_property
-    def ranks(self) -> int:
-        """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
-
-        Raises:
-            StateError: It has no state of training data, on any ranks.
-            click.UsageError: It does not say which wrote it, and none are given.
-        """
-        self.found.needed()
-        if self.devices is not None:
-            return self.devices * self.nodes
-        saved = self.found.written.get("ranks")
-        if not isinstance(saved, int):
-            raise click.UsageError(f"{self.found.path} does not say on how many ranks it was written: pass --devices.")
-        return saved
-
-    @contextmanager
-    def data(self) -> Iterator[tuple[Any, Any, list[str]]]:
-        """The module that builds a user's data, these data, and warnings that come up; for a block that uses them."""
-        from lightning_stateful.cli import users_data
-
-        notes: list[str] = []
-        callback = self.found.callback or {}
-        saved = callback.get("seed")
-        if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
-            (saved,) = seeds
-        default = self.seed if self.seed is not None else saved if isinstance(saved, int) else None
-        seeded = users_data.seeded_by_default(default, is_saved=self.seed is None)
-        overfits = bool(self.found.written.get("overfits"))
-        with warnings.catch_warnings(record=True) as caught, seeded:
-            warnings.simplefilter("always")
-            try:
-                data = users_data.build_data(str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits)
-                yield users_data, data, notes
-            except StatefulError:
-                # The reason may be a name in --accept that is misspelled.
-                said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
-                click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
-                raise
-        notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-
-
 @group.command(
     cls=Command,
     epilog="""lightning-stateful plan last.ckpt --devices 6
@@ -408,6 +341,73 @@ def padding(json_: bool, **options: Any) -> int:
     notes = [f"{dropped} samples are longer than the budget: left out"] if dropped else []
     click.echo("\n\n".join([*tables, summary(reports), *notes]))
     return RIGHT
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """A resume that a command is asked about: a checkpoint, data and ranks.
+
+    Attributes:
+        checkpoint: The checkpoint's path.
+        factory: The factory of the data; None where there is none.
+        devices: Ranks on each node; None for those that wrote the checkpoint.
+        nodes: Nodes.
+        seed: The seed of loaders without one of their own; None for the saved one.
+        accept: Names of differences to let pass.
+    """
+
+    checkpoint: Path
+    factory: str | None
+    devices: int | None
+    nodes: int
+    seed: int | None
+    accept: tuple[str, ...]
+
+    @cached_property
+    def found(self) -> Checkpoint:
+        """The states in the checkpoint."""
+        return read_checkpoint(self.checkpoint)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
+
+        Raises:
+            StateError: It has no state of training data, on any ranks.
+            click.UsageError: It does not say which wrote it, and none are given.
+        """
+        self.found.needed()
+        if self.devices is not None:
+            return self.devices * self.nodes
+        saved = self.found.written.get("ranks")
+        if not isinstance(saved, int):
+            raise click.UsageError(f"{self.found.path} does not say on how many ranks it was written: pass --devices.")
+        return saved
+
+    @contextmanager
+    def data(self) -> Iterator[tuple[Any, Any, list[str]]]:
+        """The module that builds a user's data, these data, and warnings that come up; for a block that uses them."""
+        from lightning_stateful.cli import users_data
+
+        notes: list[str] = []
+        callback = self.found.callback or {}
+        saved = callback.get("seed")
+        if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
+            (saved,) = seeds
+        default = self.seed if self.seed is not None else saved if isinstance(saved, int) else None
+        seeded = users_data.seeded_by_default(default, is_saved=self.seed is None)
+        overfits = bool(self.found.written.get("overfits"))
+        with warnings.catch_warnings(record=True) as caught, seeded:
+            warnings.simplefilter("always")
+            try:
+                data = users_data.build_data(str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits)
+                yield users_data, data, notes
+            except StatefulError:
+                # The reason may be a name in --accept that is misspelled.
+                said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
+                click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
+                raise
+        notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
 
 
 def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> int:

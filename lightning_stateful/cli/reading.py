@@ -175,6 +175,7 @@ def _contents(file: Path, layout: str) -> tuple[str, Any]:
 
 def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoint:
     """The states in a checkpoint's contents."""
+    found: dict[str, Any] = {"path": path, "layout": layout, "problems": ()}
     is_lightnings = "pytorch-lightning_version" in contents or "loops" in contents
     callbacks = contents.get("callbacks")
     callback = callbacks.get(CALLBACK_KEY) if isinstance(callbacks, Mapping) else None
@@ -184,33 +185,27 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
             "it has neither a state of training data nor a Trainer's loops. Its keys are "
             f"{', '.join(map(str, contents))}."
         )
-    progress, data, problems = None, None, list[str]()
+    step = contents.get("global_step")
+    found["global_step"] = step if isinstance(step, int) else None
+    found["lightning"] = str(contents.get("pytorch-lightning_version", ""))
+    problems: list[str] = []
     if callback is not None:
+        found["callback"] = callback if isinstance(callback, Mapping) else None
         try:
-            progress = read_callback_state(callback)[0]
+            found["progress"] = read_callback_state(callback)[0]
         except StateError as error:
             problems.append(str(error))
     elif is_lightnings:
-        progress = _counted(contents, problems)
+        found["progress"] = _counted(contents, problems)
     try:
         for name, state in states.items():
             _refuse_endless(state)
             check(state, where=f"The state under {name!r}" if name else "The state of the training data")
         # Several that a program has put side by side are read as those of loaders side by side.
-        data = None if not states else states.get("") or pack_combined("side by side", states)
+        found["data"] = None if not states else states.get("") or pack_combined("side by side", states)
     except StateError as error:
         problems.append(str(error))
-    step = contents.get("global_step")
-    return Checkpoint(
-        path=path,
-        layout=layout,
-        global_step=step if isinstance(step, int) else None,
-        callback=callback if isinstance(callback, Mapping) else None,
-        progress=progress,
-        data=data,
-        problems=tuple(problems),
-        lightning=str(contents.get("pytorch-lightning_version", "")),
-    )
+    return Checkpoint(**{**found, "problems": tuple(problems)})
 
 
 def _counted(contents: Mapping[str, Any], problems: list[str]) -> LoopProgress | None:

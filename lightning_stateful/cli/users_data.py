@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_stateful.cli.comparison import MODULE_REMEDY
 from lightning_stateful.cli.orders import RestOfEpoch
@@ -32,7 +32,7 @@ from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings, name_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
-from lightning_stateful.verify.factory import loaders_of, made_by
+from lightning_stateful.verify.factory import made_by
 
 # seed_everything's, which loaders without a seed of their own take.
 _SEED = "PL_GLOBAL_SEED"
@@ -101,15 +101,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str], overfits: b
             made = made_by(factory)
             settings = made._settings
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
-    try:
-        found = loaders_of(made)
-    except StatefulError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"The training data of {factory} cannot be made without a Trainer: {type(error).__name__}: {error}"
-        ) from error
-    structure = Structure.of(found)
+    structure = Structure.of(_loaders_of(made, factory))
     drawn_as: dict[str, str] = {}
     loaders = {}
     for path, loader in structure.loaders.items():
@@ -132,6 +124,24 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str], overfits: b
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
     name = type(made).__qualname__ if holds_state else None
     return UsersData(combined, seed_or_default(settings.seed), name, accepted)
+
+
+def _loaders_of(made: Any, factory: str) -> Any:
+    """The training loaders of a module, set up as a Trainer does before ``fit``, or the loaders themselves."""
+    if isinstance(made, DataLoader) or not hasattr(made, "train_dataloader"):
+        return made
+    try:
+        if hasattr(made, "prepare_data"):
+            made.prepare_data()
+        if hasattr(made, "setup"):
+            made.setup("fit")
+        return made.train_dataloader()
+    except StatefulError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"The training data of {factory} cannot be made without a Trainer: {type(error).__name__}: {error}"
+        ) from error
 
 
 def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:

@@ -50,19 +50,6 @@ def made_by(factory: str, config: Mapping[str, Any] | None = None) -> Any:
     return made
 
 
-def loaders_of(made: Any) -> Any:
-    """The training loaders of a module, set up as a Trainer does before ``fit``; anything else is loaders itself."""
-    from torch.utils.data import DataLoader
-
-    if isinstance(made, DataLoader) or not hasattr(made, "train_dataloader"):
-        return made
-    if hasattr(made, "prepare_data"):
-        made.prepare_data()
-    if hasattr(made, "setup"):
-        made.setup("fit")
-    return made.train_dataloader()
-
-
 def imported(path: str) -> Any:
     """Import what a path names.
 

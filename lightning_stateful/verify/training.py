@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
@@ -31,7 +31,7 @@ from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.verify.batches import digests_of, shown
 from lightning_stateful.verify.conditions import set_num_workers
-from lightning_stateful.verify.factory import imported, loaders_of, made_by
+from lightning_stateful.verify.factory import imported, made_by
 from lightning_stateful.verify.records import Job, RecordFile
 
 # Others may hold the store of the process group, or a lock of gloo's, for so long.
@@ -272,7 +272,7 @@ class _Saves(pl.Callback):
 def _begun_twice(job: Job, made: Any) -> list[str]:
     """Names of what a user's loaders iterate that gives other samples when it is begun a second time."""
     found: list[str] = []
-    for loader in Structure.of(loaders_of(made)).loaders.values():
+    for loader in _loaders(made):
         parts = {"loader": loader if not isinstance(loader, DataLoader) else None}
         for name in ("sampler", "batch_sampler", "dataset"):
             part = getattr(loader, name, None)
@@ -282,6 +282,14 @@ def _begun_twice(job: Job, made: Any) -> list[str]:
             if part is not None and _changes_in_iter(part):
                 found.append(type(part).__qualname__)
     return list(dict.fromkeys(found))
+
+
+def _loaders(made: Any) -> Iterator[Any]:
+    if not isinstance(made, DataLoader) and hasattr(made, "train_dataloader"):
+        for hook, arguments in (("prepare_data", ()), ("setup", ("fit",))):
+            getattr(made, hook, lambda *_: None)(*arguments)
+        made = made.train_dataloader()
+    yield from Structure.of(made).loaders.values()
 
 
 def _changes_in_iter(part: Any) -> bool:
