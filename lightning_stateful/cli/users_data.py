@@ -77,7 +77,7 @@ def seeded_by_default(seed: int | None, *, is_saved: bool) -> Iterator[None]:
             os.environ[_SEED] = before
 
 
-def build_data(factory: str, *, ranks: int, accept: Collection[str], overfits: bool) -> UsersData:
+def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfits: bool = False) -> UsersData:
     """Build a factory's training loaders for some ranks, as a Trainer with StatefulDataCallback would.
 
     Args:
