@@ -42,33 +42,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The folder that each public name is imported from.
+# The public names of each folder, which is imported when one of them is first used.
 _FOLDERS = {
-    "AuditResult": "audit",
-    "BucketBatchSampler": "samplers",
-    "BucketDataModule": "data_modules",
-    "Budget": "bucketing",
-    "ChunkedDataset": "streams",
-    "DDPSamplerWrapper": "user_samplers",
-    "MixtureBatchSampler": "samplers",
-    "MixedStream": "streams",
-    "MixtureDataModule": "data_modules",
-    "PackedDataModule": "data_modules",
-    "PackedDataset": "loaders",
-    "Packing": "packing",
-    "QuadraticCost": "bucketing",
-    "RoundRobinBatchSampler": "samplers",
-    "RoundRobinDataModule": "data_modules",
-    "StatefulDataCallback": "trainer",
-    "StatefulDataModule": "data_modules",
-    "StatefulDistributedSampler": "samplers",
-    "StatefulLoader": "loaders",
-    "StreamDataModule": "data_modules",
-    "WeightSchedule": "mixture",
-    "check_resume": "audit",
-    "is_patched": "loaders",
-    "patch_dataloader": "loaders",
-}
+    "audit": ("AuditResult", "check_resume"),
+    "bucketing": ("Budget", "QuadraticCost"),
+    "data_modules": (
+        "BucketDataModule", "MixtureDataModule", "PackedDataModule", "RoundRobinDataModule", "StatefulDataModule",
+        "StreamDataModule",
+    ),
+    "loaders": ("PackedDataset", "StatefulLoader", "is_patched", "patch_dataloader"),
+    "mixture": ("WeightSchedule",),
+    "packing": ("Packing",),
+    "samplers": (
+        "BucketBatchSampler", "MixtureBatchSampler", "RoundRobinBatchSampler", "StatefulDistributedSampler",
+    ),
+    "streams": ("ChunkedDataset", "MixedStream"),
+    "trainer": ("StatefulDataCallback",),
+    "user_samplers": ("DDPSamplerWrapper",),
+}  # fmt: skip
 
 __all__ = [
     "AuditResult",
@@ -99,9 +90,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FOLDERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
+    for folder, names in _FOLDERS.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{folder}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

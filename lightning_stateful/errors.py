@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
@@ -118,12 +119,8 @@ class StateMismatchError(StateError):
         return [first, *(f"  - {difference}" for difference in self.differences)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mismatch, (self.differences, self.where)
-
-
-def _mismatch(differences: list[Difference], where: str) -> StateMismatchError:
-    # Exceptions are pickled by their arguments, which are not this one's message.
-    return StateMismatchError(differences, where=where)
+        # Exceptions are pickled by their arguments, which are not this one's message.
+        return partial(type(self), where=self.where), (self.differences,)
 
 
 class StatefulWarning(UserWarning):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lightning_stateful.cli.comparison import compared, comparison_in_words
-from lightning_stateful.cli.flags import Command, as_json, in_flags, numbers_or_name
+from lightning_stateful.cli.flags import Command, as_json, in_flags, json_option, numbers_or_name
 from lightning_stateful.cli.reading import Checkpoint, read_checkpoint, refuse_damaged, refusing_odd_states
 from lightning_stateful.cli.verify_command import verify
 from lightning_stateful.cli.words import described, error_in_words, in_words, printable, rest_in_words
@@ -20,7 +22,6 @@ from lightning_stateful.errors import ConfigurationError, StateError, StatefulEr
 RIGHT, FOUND, CANNOT = 0, 1, 2
 
 _path = click.argument("checkpoint", type=click.Path(path_type=Path))
-_json = click.option("--json", "json_", is_flag=True, help="JSON in place of words.")
 _devices = click.option("--devices", type=click.IntRange(min=1), help="Ranks on each node; by default as saved.")
 _nodes = click.option("--nodes", type=click.IntRange(min=1), default=1, help="Nodes, 1 by default.")
 _seed = click.option(
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str] | None) -> int:
     lightning-stateful inspect fsdp_folder/""",
 )
 @_path
-@_json
+@json_option
 def inspect(checkpoint: Path, json_: bool) -> int:
     """Say where a checkpoint stands, and what a resume from it refuses.
 
@@ -97,7 +98,7 @@ def inspect(checkpoint: Path, json_: bool) -> int:
 @group.command(cls=Command, epilog="lightning-stateful diff monday.ckpt tuesday.ckpt")
 @_path
 @click.argument("other", type=click.Path(path_type=Path))
-@_json
+@json_option
 def diff(checkpoint: Path, other: Path, json_: bool) -> int:
     """Say what differs between two checkpoints, by path, with the remedy that a resume would name.
 
@@ -122,17 +123,8 @@ def diff(checkpoint: Path, other: Path, json_: bool) -> int:
 @click.option("--batch-size", type=click.IntRange(min=1), help="Samples in a batch of one rank; by default as saved.")
 @_seed
 @_accept
-@_json
-def plan(
-    checkpoint: Path,
-    factory: str | None,
-    devices: int | None,
-    nodes: int,
-    batch_size: int | None,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+@json_option
+def plan(batch_size: int | None, json_: bool, **options: Any) -> int:
     """Say what is left of the epoch on other ranks: steps, the last step, samples repeated, shards shared.
 
     Of all samples of a dataset, and of mixtures, this follows from the checkpoint. Batches of like lengths, samplers
@@ -141,18 +133,18 @@ def plan(
 
     Exits with 1 if samples are served twice or dropped at the end of the epoch.
     """
-    found = read_checkpoint(checkpoint)
-    ranks = _ranks(found, devices, nodes)
+    asked = _Resume(**options)
+    found, ranks = asked.found, asked.ranks
     from lightning_stateful.cli import orders
 
-    if factory is None:
-        with refusing_odd_states(checkpoint):
+    if asked.factory is None:
+        with refusing_odd_states(asked.checkpoint):
             rests = orders.rests_from_states(found, ranks, batch_size)
             left, notes = orders.steps_left(rests, found), orders.notes_on(found, batch_size)
     elif batch_size is not None:
         raise click.UsageError("--batch-size is for a plan without FACTORY, whose loaders have a batch size.")
     else:
-        with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        with asked.data() as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             rests = users_data.rests_of(data, epoch, step)
         total = data.combined.num_batches(epoch)
@@ -173,33 +165,23 @@ def plan(
 @_nodes
 @_seed
 @_accept
-@_json
-def check(
-    checkpoint: Path,
-    factory: str,
-    devices: int | None,
-    nodes: int,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+@json_option
+def check(json_: bool, **options: Any) -> int:
     """Say whether a checkpoint will resume with the data of FACTORY, package.module:function; nothing is trained.
 
     The whole file is read: of each tensor the checksum is compared, which torch does not do.
 
     Exits with 1 if the resume would be refused, or would not be exact, and with 2 if the file is damaged.
     """
-    found = read_checkpoint(checkpoint)
-    refuse_damaged(checkpoint)
+    asked = _Resume(**options)
+    found = asked.found
+    refuse_damaged(asked.checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
-        said = "\n".join(map(printable, problems))
-        click.echo(as_json({"resumes": False, "problems": problems}) if json_ else said)
-        return FOUND
-    ranks = _ranks(found, devices, nodes)
-    notes: list[str] = []
+        return _refused(problems, "\n".join(map(printable, problems)), json_)
+    ranks, notes = asked.ranks, list[str]()
     try:
-        with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+        with asked.data() as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             limit = users_data.limit_of(found, data)
         total = data.combined.num_batches(epoch) if data.combined.is_sized else None
@@ -207,12 +189,11 @@ def check(
             taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
             notes.append(f"The run took {taken}, and a resume is taken to do so too.")
             total = limit
-    except ConfigurationError as error:
+    except StatefulError as error:
         if type(error) is ConfigurationError:
             raise
-        return _refused(error, json_)
-    except StatefulError as error:
-        return _refused(error, json_)
+        said = in_flags(error_in_words(error), click.get_current_context().command.params)
+        return _refused([str(error)], f"refused: {said}", json_)
     answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": step + 1, "batches": total}
     of = f" of {total:,}" if total is not None else ""
     said = f"resumes on {ranks} rank{'s' * (ranks != 1)}: next is batch {step + 1:,}{of} of epoch {epoch}"
@@ -234,19 +215,8 @@ def check(
 @click.option("--last", type=click.IntRange(min=0), help="The last step to list.")
 @_seed
 @_accept
-@_json
-def trained(
-    checkpoint: Path,
-    factory: str,
-    epoch: int,
-    devices: int | None,
-    nodes: int,
-    first: int,
-    last: int | None,
-    seed: int | None,
-    accept: tuple[str, ...],
-    json_: bool,
-) -> int:
+@json_option
+def trained(epoch: int, first: int, last: int | None, json_: bool, **options: Any) -> int:
     """List the indices of the dataset that each rank was trained on in each step of an epoch, up to the checkpoint.
 
     Of packed data they are numbers of sequences, not of documents.
@@ -255,9 +225,9 @@ def trained(
     an epoch that was trained with the present ones from its beginning to its end, or to the checkpoint. A note says so,
     and another where the checkpoint shows that they were others.
     """
-    found = read_checkpoint(checkpoint)
-    ranks = _ranks(found, devices, nodes)
-    with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
+    asked = _Resume(**options)
+    found, ranks = asked.found, asked.ranks
+    with asked.data() as (users_data, data, notes):
         users_data.resumed(found, data)
         data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
@@ -292,7 +262,7 @@ def trained(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--start", metavar="NAME", help="The start whose weights are asked about; by default the latest.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a page of HTML with pictures, too.")
-@_json
+@json_option
 def report(folder: Path, start: str | None, output: Path | None, json_: bool) -> int:
     """Say what a run was trained on, over all restarts: what came twice, what never came, what was lost.
 
@@ -342,7 +312,7 @@ _BOUNDARIES = '"least_padding", "equal_counts", or the longest length of each bu
 @click.option("--ranks", type=click.IntRange(min=1), multiple=True, default=[1], help="Numbers of ranks: 1 8 64.")
 @click.option("--buckets", is_flag=True, help="A line for each bucket, too.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and batches to this file (matplotlib).")
-@_json
+@json_option
 def padding(json_: bool, **options: Any) -> int:
     """Measure padding, budget use and straggling of batches of like lengths on some numbers of ranks."""
     from lightning_stateful.bucketing.budget import Budget, QuadraticCost
@@ -373,46 +343,71 @@ def padding(json_: bool, **options: Any) -> int:
     return RIGHT
 
 
-@contextmanager
-def _data(
-    checkpoint: Checkpoint, factory: str, ranks: int, seed: int | None, accept: Sequence[str]
-) -> Iterator[tuple[Any, Any, list[str]]]:
-    """The module that builds a user's data, these data, and the warnings that come up; for a block that uses them."""
-    from lightning_stateful.cli import users_data
+@dataclass(frozen=True)
+class _Resume:
+    """A resume that a command is asked about: a checkpoint, data and ranks.
 
-    notes: list[str] = []
-    saved = (checkpoint.callback or {}).get("seed")
-    if len(seeds := set(((checkpoint.callback or {}).get("seeds") or {}).values())) == 1:
-        (saved,) = seeds
-    default = seed if seed is not None else saved if isinstance(saved, int) else None
-    seeded = users_data.seeded_by_default(default, is_saved=seed is None)
-    with warnings.catch_warnings(record=True) as caught, seeded:
-        warnings.simplefilter("always")
-        try:
-            overfits = bool(checkpoint.written.get("overfits"))
-            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept, overfits=overfits), notes
-        except StatefulError:
-            # The reason may be a name in --accept that is misspelled.
-            said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
-            click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
-            raise
-    notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
-
-
-def _ranks(checkpoint: Checkpoint, devices: int | None, nodes: int) -> int:
-    """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
-
-    Raises:
-        StateError: It has no state of training data, on any ranks.
-        click.UsageError: It does not say which wrote it, and none are given.
+    Attributes:
+        checkpoint: The checkpoint's path.
+        factory: The factory of the data; None where there is none.
+        devices: Ranks on each node; None for those that wrote the checkpoint.
+        nodes: Nodes.
+        seed: The seed of loaders without one of their own; None for the saved one.
+        accept: Names of differences to let pass.
     """
-    checkpoint.needed()
-    if devices is not None:
-        return devices * nodes
-    saved = checkpoint.written.get("ranks")
-    if not isinstance(saved, int):
-        raise click.UsageError(f"{checkpoint.path} does not say on how many ranks it was written: pass --devices.")
-    return saved
+
+    checkpoint: Path
+    factory: str | None
+    devices: int | None
+    nodes: int
+    seed: int | None
+    accept: tuple[str, ...]
+
+    @cached_property
+    def found(self) -> Checkpoint:
+        """The states in the checkpoint."""
+        return read_checkpoint(self.checkpoint)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks that are asked about: those that wrote the checkpoint, unless others are given.
+
+        Raises:
+            StateError: It has no state of training data, on any ranks.
+            click.UsageError: It does not say which wrote it, and none are given.
+        """
+        self.found.needed()
+        if self.devices is not None:
+            return self.devices * self.nodes
+        saved = self.found.written.get("ranks")
+        if not isinstance(saved, int):
+            raise click.UsageError(f"{self.found.path} does not say on how many ranks it was written: pass --devices.")
+        return saved
+
+    @contextmanager
+    def data(self) -> Iterator[tuple[Any, Any, list[str]]]:
+        """The module that builds a user's data, these data, and warnings that come up; for a block that uses them."""
+        from lightning_stateful.cli import users_data
+
+        notes: list[str] = []
+        callback = self.found.callback or {}
+        saved = callback.get("seed")
+        if len(seeds := set((callback.get("seeds") or {}).values())) == 1:
+            (saved,) = seeds
+        default = self.seed if self.seed is not None else saved if isinstance(saved, int) else None
+        seeded = users_data.seeded_by_default(default, is_saved=self.seed is None)
+        overfits = bool(self.found.written.get("overfits"))
+        with warnings.catch_warnings(record=True) as caught, seeded:
+            warnings.simplefilter("always")
+            try:
+                data = users_data.build_data(str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits)
+                yield users_data, data, notes
+            except StatefulError:
+                # The reason may be a name in --accept that is misspelled.
+                said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]
+                click.echo("".join(f"{note}\n" for note in _noted(said)), err=True, nl=False)
+                raise
+        notes += dict.fromkeys(str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
 
 
 def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> int:
@@ -432,10 +427,8 @@ def _steps_trained(checkpoint: Checkpoint, epoch: int, length: int | None) -> in
     return min(known)
 
 
-def _refused(error: StatefulError, json_: bool) -> int:
-    found: Mapping[str, Any] = {"resumes": False, "problems": [str(error)]}
-    options = click.get_current_context().command.params
-    click.echo(as_json(found) if json_ else f"refused: {in_flags(error_in_words(error), options)}")
+def _refused(problems: Sequence[str], said: str, json_: bool) -> int:
+    click.echo(as_json({"resumes": False, "problems": problems}) if json_ else said)
     return FOUND
 
 

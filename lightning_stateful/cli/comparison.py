@@ -8,10 +8,12 @@ from typing import Any
 from lightning_stateful.cli.reading import Checkpoint
 from lightning_stateful.cli.words import number, printable
 from lightning_stateful.errors import Difference
+from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.state import differences
 
 # Lines on positions, of which a stream has many; JSON has all.
 _MOST_LINES = 20
+MODULE_REMEDY = "Give the data module its old name, or accept the change with accept=('module',)."
 
 
 def compared(first: Checkpoint, second: Checkpoint) -> dict[str, Any]:
@@ -61,11 +63,10 @@ def comparison_in_words(found: Mapping[str, Any]) -> str:
 
 def _of_callbacks(first: Checkpoint, second: Checkpoint, known: set[str]) -> Iterator[Difference]:
     """Differences of the two callbacks: the seed, and the name of the data module."""
-    for name, remedy in (
-        ("seed", "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."),
-        ("module", "Give the data module its old name, or accept the change with accept=('module',)."),
-    ):
-        if first.callback is None or second.callback is None or name in known:
+    if first.callback is None or second.callback is None:
+        return
+    for name, remedy in (("seed", SEED_REMEDY), ("module", MODULE_REMEDY)):
+        if name in known:
             continue
         before, now = first.callback.get(name), second.callback.get(name)
         if before != now:

@@ -13,6 +13,8 @@ import click
 from lightning_stateful.cli.words import error_in_words
 from lightning_stateful.errors import StatefulError
 
+json_option = click.option("--json", "json_", is_flag=True, help="JSON in place of words.")
+
 
 class Command(click.Command):
     """A command of which some options take several numbers: ``--ranks 1 8`` is read as ``--ranks 1 --ranks 8``."""

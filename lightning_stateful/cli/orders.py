@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.cli.reading import COUNTS_SAMPLES, Checkpoint, source_lengths
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder, SampleEpochPlan, SequentialOrder
 from lightning_stateful.core.skip import Gaps, plan_without
@@ -13,7 +13,6 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.sources import Sources
 
-_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")
 _WHY_NOT = {
     "buckets": "the lengths of the samples",
     "sampler": "the sampler",
@@ -159,7 +158,7 @@ def _order_of(state: Mapping[str, Any], batch_size: int | None, path: str) -> Ba
     kind, config = state["kind"], state["config"]
     loader = f"loader {path!r}" if path else "the loader"
     dataset = config.get("dataset")
-    if kind in _SAMPLES and isinstance(dataset, Mapping) and isinstance(dataset.get("length"), int):
+    if kind in COUNTS_SAMPLES and isinstance(dataset, Mapping) and isinstance(dataset.get("length"), int):
         if batch_size is None:
             raise ConfigurationError(f"The checkpoint does not say the batch size of {loader}: pass --batch-size.")
         # Which samples these are makes no difference to how many.
@@ -172,8 +171,8 @@ def _order_of(state: Mapping[str, Any], batch_size: int | None, path: str) -> Ba
 
 
 def _mixture_of(kind: str, config: Mapping[str, Any], batch_size: int | None) -> MixtureOrder:
-    names = tuple(config["sources"])
-    lengths = tuple(int(str(length).split(" ", maxsplit=1)[0]) for length in config["sources"].values())
+    lengths = source_lengths(config)
+    names = tuple(lengths)
     sizes = config["batch_size"] if batch_size is None else batch_size
     draws, stop = config.get("weights", [1] * len(names)), str(config["stop"])
     if not isinstance(draws, list):
@@ -182,7 +181,9 @@ def _mixture_of(kind: str, config: Mapping[str, Any], batch_size: int | None) ->
         )
     is_counted = stop.endswith(" steps")
     return MixtureOrder(
-        sources=Sources(names, lengths, tuple(sizes if isinstance(sizes, list) else [sizes] * len(names))),
+        sources=Sources(
+            names, tuple(lengths.values()), tuple(sizes if isinstance(sizes, list) else [sizes] * len(names))
+        ),
         draws=tuple(draws),
         stop=None if is_counted else config["stop"],
         num_steps=int(stop.split(" ")[0]) if is_counted else None,

@@ -30,6 +30,8 @@ _FOLDERS = {
 }
 # What a note of a run has; see run_notes.py.
 _NOTE = {"versions", "ranks", "steps", "batch_size", "workers"}
+# Kinds whose progress counts samples of the epoch, of one dataset.
+COUNTS_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +255,11 @@ def _refuse_endless(state: Mapping[str, Any]) -> None:
             break
     if level:
         raise DamagedStateError("The state of the training data is no plain data: it has no end. It is damaged.")
+
+
+def source_lengths(config: Mapping[str, Any]) -> dict[str, int]:
+    """The samples of each source of a mixture, with which its description in a configuration begins."""
+    return {name: int(str(of).split(" ", maxsplit=1)[0]) for name, of in config.get("sources", {}).items()}
 
 
 def _is_state(value: Mapping[str, Any]) -> bool:

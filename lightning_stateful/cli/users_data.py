@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, DataLoader
 
+from lightning_stateful.cli.comparison import MODULE_REMEDY
 from lightning_stateful.cli.orders import RestOfEpoch
 from lightning_stateful.cli.reading import Checkpoint
 from lightning_stateful.errors import (
@@ -23,6 +24,7 @@ from lightning_stateful.errors import (
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import build_patched, drawn_key
+from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
@@ -57,7 +59,7 @@ class UsersData(NamedTuple):
 
 
 @contextmanager
-def seeded_by_default(seed: int | None, *, is_saved: bool = False) -> Iterator[None]:
+def seeded_by_default(seed: int | None, *, is_saved: bool) -> Iterator[None]:
     """Let loaders without a seed have this one, unless ``seed_everything`` is called; afterwards as before.
 
     Args:
@@ -157,8 +159,7 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     found = []
     saved_by = callback.get("module")
     if saved_by is not None and saved_by != data.module and "module" not in data.accept:
-        remedy = "Give the data module its old name, or accept the change with accept=('module',)."
-        found.append(Difference(path="module", saved=saved_by, present=data.module, remedy=remedy))
+        found.append(Difference(path="module", saved=saved_by, present=data.module, remedy=MODULE_REMEDY))
     if data.module is not None and callback.get("seeds"):
         # A callback beside the module, which this factory does not show; the loaders have seeds of their own.
         saved, present = callback["seeds"], data.combined.seeds()
@@ -172,9 +173,8 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     else:
         pairs = {(callback["seed"], data.seed)} if "seed" in callback else set()
     if "seed" not in data.accept:
-        remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
         found += [
-            Difference(path="seed", saved=saved, present=present, remedy=remedy)
+            Difference(path="seed", saved=saved, present=present, remedy=SEED_REMEDY)
             for saved, present in pairs
             if saved != present
         ]
@@ -233,7 +233,7 @@ def notes_on_indices(data: UsersData) -> list[str]:
     """Notes on loaders whose indices are no indices of the user's samples: those of packed data."""
     packed = []
     for path, loader in data.combined.loaders.items():
-        dataset = getattr(loader, "dataset", None)
+        dataset = loader.dataset
         parts = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]
         if any(isinstance(part, PackedDataset) for part in parts):
             packed.append(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from lightning_stateful.cli.flags import Command, as_json, in_flags
+from lightning_stateful.cli.flags import Command, as_json, in_flags, json_option
 from lightning_stateful.cli.words import printable
 
 _WIDTH = 30
@@ -35,7 +35,7 @@ _WIDTH = 30
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=300.0, help="Seconds without a batch: hung. 300 by default."
 )
-@click.option("--json", "json_", is_flag=True, help="JSON in place of words.")
+@json_option
 def verify(
     factory: str | None,
     devices: tuple[int, ...],

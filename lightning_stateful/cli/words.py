@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.cli.reading import COUNTS_SAMPLES, Checkpoint, source_lengths
 from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.state import order_in_words
 
-# Kinds whose progress counts samples of the epoch, of one dataset.
-_COUNTS_SAMPLES = ("sequential", "shuffled", "block_shuffled", "packed")
 _UNITS = {"sampler": "items", "batch_sampler": "items"}
 # A line for each worker slot, up to so many; JSON has all.
 _MOST_SLOTS = 16
@@ -118,7 +116,7 @@ def _loader(state: Mapping[str, Any]) -> dict[str, Any]:
     kind, config, progress = state["kind"], state["config"], state["progress"]
     dataset = config.get("dataset")
     length = dataset.get("length") if isinstance(dataset, Mapping) else None
-    counts_samples = kind in _COUNTS_SAMPLES
+    counts_samples = kind in COUNTS_SAMPLES
     unit = "samples" if counts_samples else _UNITS.get(kind, "steps")
     skip = state.get("skip", {})
     found: dict[str, Any] = {
@@ -140,23 +138,18 @@ def _loader(state: Mapping[str, Any]) -> dict[str, Any]:
         found["passes_before_in_epoch"] = progress["cycle"]
     if isinstance(progress.get("served"), Mapping):
         found["since"] = "training began" if str(config.get("stop")).endswith("steps") else "the epoch began"
-        found["sources"] = _sources(config.get("sources", {}), progress["served"])
+        lengths = source_lengths(config)
+        found["sources"] = {
+            name: {"samples": samples, "of": lengths[name], "passes": round(samples / lengths[name], 3)}
+            for name, samples in progress["served"].items()
+            if lengths.get(name)
+        }
     if "slots" in progress:
         found["stream"] = _stream(progress, config)
     return found
 
 
 _CHANGEABLE = (("ranks", "ranks"), ("workers", "workers"), ("batch sizes", "batch_size"))
-
-
-def _sources(described_as: Mapping[str, Any], served: Mapping[str, int]) -> dict[str, Any]:
-    """Lines on what was served of each source of a mixture."""
-    lengths = {name: int(str(length).split(" ", maxsplit=1)[0]) for name, length in described_as.items()}
-    return {
-        name: {"samples": samples, "of": lengths.get(name), "passes": round(samples / lengths[name], 3)}
-        for name, samples in served.items()
-        if lengths.get(name)
-    }
 
 
 def _stream(progress: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,9 @@ from lightning_stateful.shapes import COUNT, CYCLE, EPOCH
 UNKNOWN = 2**62
 
 # The first batch should not wait for many; later ones are computed many at a time.
-_FIRST_CHUNK, _LARGEST_CHUNK = 8, 8192
-
-
-_COUNTS = ("epoch", "cycle", "consumed")
-_LARGEST = {"epoch": EPOCH, "cycle": CYCLE, "consumed": COUNT}
+_FIRST_CHUNK = 8
+# The counts of a progress, and their ranges.
+_COUNTS = {"epoch": EPOCH, "cycle": CYCLE, "consumed": COUNT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +74,11 @@ class Progress:
             DamagedStateError: A count is missing or no integer.
             PositionError: A count is negative, or beyond any run.
         """
-        for name in _COUNTS:
+        for name, counts in _COUNTS.items():
             if type(data.get(name)) is not int:
                 raise DamagedStateError(f"progress.{name} must be an int, got {data.get(name)!r}.")
-            if data[name] >= _LARGEST[name].stop:
-                raise PositionError(f"progress.{name} must be below {_LARGEST[name].stop}, got {data[name]}.")
+            if data[name] >= counts.stop:
+                raise PositionError(f"progress.{name} must be below {counts.stop}, got {data[name]}.")
         details = {name: copy.deepcopy(value) for name, value in data.items() if name not in _COUNTS}
         return cls(**{name: data[name] for name in _COUNTS}, details=details)
 
@@ -220,7 +218,7 @@ def seeded_at(order: AnOrder, path: str) -> AnOrder:
 
 
 def read_in_chunks(
-    read: Callable[[int, int], tuple[Indices, Indices]], first: int, last: int, *, largest: int = _LARGEST_CHUNK
+    read: Callable[[int, int], tuple[Indices, Indices]], first: int, last: int, *, largest: int
 ) -> Iterator[list[int]]:
     """Iterate over one rank's batches of the steps ``first <= step < last``, computed in chunks that grow.
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from lightning_stateful.core.checks import as_int, check_length
 from lightning_stateful.core.order import Progress, say_repeats, seeded_at
-from lightning_stateful.core.permutation import Indices, KeyedPermutation, keyed_permutation
+from lightning_stateful.core.permutation import Indices, KeyedPermutation, concatenated_ranges, keyed_permutation
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.skip import Gaps, Skip
+from lightning_stateful.core.skip import NO_GAPS, Gaps, Skip
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 
@@ -243,13 +243,13 @@ class SampleBatchOrder:
         """
         find = getattr(self.samples, "find", None)
         if find is not None and skip.function is None and skip.indices is not None:
-            chosen = np.sort(find(skip.indices[skip.indices < len(self.samples)], epoch, cycle))
-            return Gaps.of(np.stack([chosen, chosen + 1], axis=1))
-        found = [np.zeros(0, np.int64)]
-        for start in range(0, len(self.samples), _LOOKED_THROUGH):
-            offsets = np.arange(start, min(start + _LOOKED_THROUGH, len(self.samples)), dtype=np.int64)
-            found.append(offsets[skip.leaves_out(self.samples.take(offsets, epoch, cycle))])
-        chosen = np.concatenate(found)
+            chosen = find(skip.indices[skip.indices < len(self.samples)], epoch, cycle)
+        else:
+            found = [np.zeros(0, np.int64)]
+            for start in range(0, len(self.samples), _LOOKED_THROUGH):
+                offsets = np.arange(start, min(start + _LOOKED_THROUGH, len(self.samples)), dtype=np.int64)
+                found.append(offsets[skip.leaves_out(self.samples.take(offsets, epoch, cycle))])
+            chosen = np.concatenate(found)
         return Gaps.of(np.stack([chosen, chosen + 1], axis=1))
 
     def config(self) -> dict[str, Any]:
@@ -309,14 +309,13 @@ class SampleEpochPlan:
     epoch: int
     cycle: int
     consumed: int
-    gaps: Gaps | None = None
+    gaps: Gaps = NO_GAPS
 
     @cached_property
     def remaining(self) -> int:
         """Samples of the pass that this plan serves, or drops at its end."""
         length = len(self.order.samples)
-        left_out = 0 if self.gaps is None else self.gaps.before(length) - self.gaps.before(self.consumed)
-        return length - self.consumed - left_out
+        return length - self.gaps.before(length) - self._first
 
     @cached_property
     def num_steps(self) -> int:
@@ -358,20 +357,16 @@ class SampleEpochPlan:
         per_chunk = max(_CHUNK // size, 1)
         for start in range(0, num_alike, per_chunk):
             steps = np.arange(start, min(start + per_chunk, num_alike), dtype=np.int64)
-            offsets = self._offsets((steps * rule.full)[:, None] + own)
+            offsets = self.gaps.positions((steps * rule.full)[:, None] + own)
             yield offsets, self._take(offsets)
         for share in rule.last_shares(left, rank):
-            offsets = self._offsets(begin + share)
+            offsets = self.gaps.positions(begin + share)
             yield offsets[None], self._take(offsets)[None]
 
     @cached_property
     def _first(self) -> int:
         """The number of the first sample of this plan among all of the pass that are not left out."""
-        return self.consumed - (0 if self.gaps is None else self.gaps.before(self.consumed))
-
-    def _offsets(self, numbers: Indices) -> Indices:
-        """The offsets in the pass of samples, by their numbers among all that are not left out."""
-        return numbers if self.gaps is None else self.gaps.positions(numbers)
+        return self.consumed - self.gaps.before(self.consumed)
 
     def _take(self, offsets: Indices) -> Indices:
         return self.order.samples.take(offsets.ravel(), self.epoch, self.cycle).reshape(offsets.shape)
@@ -383,7 +378,7 @@ class SampleEpochPlan:
 
     def _consumed_after(self, steps: int) -> int:
         served = self.rule.served(self.remaining, steps) if steps else 0
-        if self.gaps is None or not served:
+        if not self.gaps or not served:
             return self.consumed + served
         if served == self.remaining:
             return len(self.order.samples)
@@ -394,7 +389,7 @@ class SampleEpochPlan:
         """Samples served in the epoch, over all ranks, and those left out."""
         consumed = self._consumed_after(steps)
         served = self.cycle * len(self.order.samples) + consumed
-        if self.gaps is None:
+        if not self.gaps:
             return {"samples": served}
         left_out = self.gaps.before(consumed)
         return {"samples": served - left_out, "skipped": left_out}
@@ -402,8 +397,8 @@ class SampleEpochPlan:
     def left_out(self, step: int) -> Indices:
         """The samples left out from the end of the step before ``step`` to its own, at the last to the epoch's end."""
         first, stop = self._consumed_after(step), self._consumed_after(step + 1)
-        ranges = () if self.gaps is None else self.gaps.within(first, stop).pairs.tolist()
-        offsets = np.concatenate([np.zeros(0, np.int64), *(np.arange(*one, dtype=np.int64) for one in ranges)])
+        ranges = self.gaps.within(first, stop)
+        offsets = concatenated_ranges(ranges.starts, ranges.stops - ranges.starts)
         return self._take(offsets) if offsets.size else offsets
 
     def repeats(self) -> str:

@@ -208,11 +208,13 @@ class Gaps:
 
     def before(self, position: int) -> int:
         """Positions left out before ``position``."""
+        if not self:
+            return 0
         return int((np.minimum(self.stops, position) - np.minimum(self.starts, position)).sum())
 
     def positions(self, kept: Indices) -> Indices:
         """The positions of kept ones, by their number among all kept ones: int64 of any shape -> the same."""
-        return kept + self._sums[np.searchsorted(self._kept_before, kept, side="right")]
+        return kept + self._sums[np.searchsorted(self._kept_before, kept, side="right")] if self else kept
 
     @cached_property
     def _sums(self) -> Indices:
@@ -223,6 +225,9 @@ class Gaps:
     def _kept_before(self) -> Indices:
         """Positions kept before each gap."""
         return self.starts - self._sums[:-1]
+
+
+NO_GAPS = Gaps.of(())
 
 
 @dataclass(frozen=True)
@@ -334,7 +339,7 @@ def left_out_at(plan: Any, step: int) -> Any:
     """
     if isinstance(plan, SkippingPlan):
         return plan.num_left_out(step) or None
-    if getattr(plan, "gaps", None) is None:
+    if not getattr(plan, "gaps", None):
         return None
     found = plan.left_out(step)
     return found if found.size else None
@@ -342,7 +347,7 @@ def left_out_at(plan: Any, step: int) -> Any:
 
 def is_whole_at(plan: Any, step: int) -> bool:
     """Whether the batches of a step are those of a plan from there on that leaves nothing out."""
-    if getattr(plan, "gaps", None) is None:
+    if not getattr(plan, "gaps", None):
         return True
     # The last two steps are cut by what is left of the epoch.
     return left_out_at(plan, step) is None and step + 2 < plan.num_steps
@@ -352,7 +357,7 @@ def without_gaps(plan: Any) -> Any:
     """A plan of a whole epoch with all that is left out of it."""
     if isinstance(plan, SkippingPlan):
         return plan.plan
-    return replace(plan, gaps=None) if getattr(plan, "gaps", None) is not None else plan
+    return replace(plan, gaps=NO_GAPS) if getattr(plan, "gaps", None) else plan
 
 
 def whole_plan(plan: Any, step: int) -> tuple[Any, int]:

@@ -13,7 +13,7 @@ from lightning_stateful.bucketing.buckets import Boundaries
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.loaders.length_cache import lengths_of, names_lengths
+from lightning_stateful.loaders.length_cache import file_of, lengths_of, names_lengths
 from lightning_stateful.samplers.batch_samplers import BucketBatchSampler, Lengths
 
 
@@ -119,12 +119,8 @@ class BucketDataModule(StatefulDataModule):
                 f"{type(self).__name__} needs a dataset with __getitem__ and __len__, which a {type(dataset).__name__} "
                 "has not: it has no random access by index."
             )
-        path = None if self.cache_file is None else Path(self.cache_file)
-        if path is not None:
-            # Each of several datasets has a file of its own.
-            parts = [path.stem, "" if stage == "train" else stage, name or ""]
-            path = path.with_stem("-".join(filter(None, parts)))
-        return lengths_of(dataset, self.lengths, cache_file=path, num_workers=self.measure_workers)
+        own_file = file_of(self.cache_file, stage, name)
+        return lengths_of(dataset, self.lengths, cache_file=own_file, num_workers=self.measure_workers)
 
     def _loaders(self, data: Any, stage: str) -> Any:
         if stage == "predict" and self._size_for_evaluation is None:
@@ -157,6 +153,4 @@ class BucketDataModule(StatefulDataModule):
 
     @property
     def _size_for_evaluation(self) -> int | None:
-        if self.eval_batch_size is not None:
-            return self.eval_batch_size
-        return self.budget.batch_size
+        return self.budget.batch_size if self.eval_batch_size is None else self.eval_batch_size

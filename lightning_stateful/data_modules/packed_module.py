@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.loaders.length_cache import names_lengths
+from lightning_stateful.loaders.length_cache import file_of, names_lengths
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.source_datasets import SourceCollate, concatenated, packed_anew
 from lightning_stateful.mixture.sources import Stop
@@ -100,9 +100,10 @@ class PackedDataModule(StatefulDataModule):
         self.cache_file, self.measure_workers = cache_file, measure_workers
         mixing: dict[str, Any] = {"weights": weights, "temperature": temperature, "schedule": schedule, "stop": stop}
         mixing |= {"num_steps": num_steps, "by": by}
-        self._mixes = any(value is not None for value in mixing.values())
+        self._is_mixture = any(value is not None for value in mixing.values())
         self._mixing, self._tag = {**mixing, "by": _checked_by(by)}, tag
-        if tag is not None and not self._mixes:
+        self._mixes = self._mixing["by"] == "sample"
+        if tag is not None and not self._is_mixture:
             raise ConfigurationError(
                 f"tag={tag!r} names the datasets of a mixture. Pass weights (or a schedule, temperature, by, stop or "
                 "num_steps), or leave it out."
@@ -118,18 +119,13 @@ class PackedDataModule(StatefulDataModule):
             stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
         """
         dataset, lengths = self._with_lengths(dataset, name, stage)
-        path = None if self.cache_file is None else Path(self.cache_file)
-        if path is not None:
-            # Each of several datasets has a file of its own.
-            parts = [path.stem, "" if stage == "train" else stage, name or ""]
-            path = path.with_stem("-".join(filter(None, parts)))
         packed = PackedDataset(
             dataset,
             lengths=lengths,
             packing=self.packing,
             seed=loader_seed(seed_or_default(self.seed), name or ""),
             shuffle=self.shuffle and stage == "train",
-            cache_file=path,
+            cache_file=file_of(self.cache_file, stage, name),
             measure_workers=self.measure_workers,
         )
         if packed.num_dropped:
@@ -171,7 +167,7 @@ class PackedDataModule(StatefulDataModule):
         return dataset, lengths
 
     def _sources(self, data: Any) -> dict[str, PackedDataset]:
-        if not self._mixes or not isinstance(data, Mapping):
+        if not self._is_mixture or not isinstance(data, Mapping):
             raise ConfigurationError(
                 "A mixture of packed datasets is a dict of datasets with weights, a schedule, temperature, by, stop or "
                 f"num_steps; got a {type(data).__name__}."
@@ -184,18 +180,18 @@ class PackedDataModule(StatefulDataModule):
         return MixtureBatchSampler(sources, self.batch_size, by_pass=packed_anew(sources), **how)
 
     def _loaders(self, data: Any, stage: str) -> Any:
-        if stage != "train" or not self._mixes or data is None:
+        if stage != "train" or not self._is_mixture or data is None:
             return super()._loaders(data, stage)
-        sources, mixes = self._sources(data), self._mixing["by"] == "sample"
-        dataset, collate_fn = concatenated(sources, self._options["collate_fn"], tag=self._tag, mixes=mixes)
+        sources = self._sources(data)
+        dataset, collate_fn = concatenated(sources, self._options["collate_fn"], tag=self._tag, mixes=self._mixes)
         return self._stateful_loader(dataset, batch_sampler=self._batches(sources), collate_fn=collate_fn)
 
     def _loader(self, dataset: Any, name: str | None, stage: str, **how: Any) -> DataLoader[Any]:
         packed = self.packed(dataset, name, stage)
         how = {"batch_size": self.batch_size, **how}
         if self._tag is not None and name is not None:
-            mixes = self._mixing["by"] == "sample"
-            how["collate_fn"] = SourceCollate((name,), self._options["collate_fn"], tag=self._tag, mixes=mixes)
+            collate_fn = self._options["collate_fn"]
+            how["collate_fn"] = SourceCollate((name,), collate_fn, tag=self._tag, mixes=self._mixes)
         if stage == "train":
             return self._stateful_loader(packed, name, sampler=packed.order, drop_last=self.drop_last, **how)
         return self._stateful_loader(packed, name, exact=True, **how)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stateful.errors import DamagedStateError, StateVersionError
+from lightning_stateful.shapes import Either, check_shape
 
 VERSION = 2
 # Records of version 1 end behind their parts.
@@ -43,7 +44,15 @@ _TEXTS, _UNKNOWN = 16, 17
 _SKIPPED = 32
 # In place of a number of parts: the batch before was begun, and not trained on.
 _TAKEN_BACK = 255
-_RESUMED = {"start": str, "epoch": int, "batch": int}
+_HEADER = {
+    "start": str,
+    "rank": int,
+    "num_replicas": int,
+    "loaders": {str: {str: object}},
+    "begins": (int, int),
+    "resumed?": Either(None, {"start": str, "epoch": int, "batch": int}),
+    **dict.fromkeys(("versions?", "time?", "host?"), object),
+}
 _MOST_HELD, _MOST_SECONDS = 1 << 16, 1.0
 
 
@@ -258,28 +267,13 @@ def read_header(path: Path) -> FileHeader:
     try:
         given = json.loads(first)
         version = given.pop("version")
-        header = FileHeader(**{**given, "begins": tuple(given["begins"])})
-        _check(header)
+        check_shape(given, _HEADER, "header")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedStateError(f"{path} is no file of a ledger: its first line is {first[:80]!r}.") from error
     if version not in _READABLE:
         known = " and ".join(map(str, _READABLE))
         raise StateVersionError(f"{path} is of version {version!r} of the ledger; this package reads {known}.")
-    return header
-
-
-def _check(header: FileHeader) -> None:
-    """Refuse values of other types than are written.
-
-    Raises:
-        ValueError: One is.
-    """
-    resumed, begins = header.resumed, [type(number) for number in header.begins]
-    is_resumed = resumed is None or {name: type(of) for name, of in resumed.items()} == _RESUMED
-    is_read = isinstance(header.loaders, dict) and all(isinstance(of, dict) for of in header.loaders.values())
-    numbers = type(header.rank), type(header.num_replicas), type(header.start), *begins
-    if not (is_resumed and is_read and numbers == (int, int, str, int, int)):
-        raise ValueError(header)
+    return FileHeader(**{**given, "begins": tuple(given["begins"])})
 
 
 def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -72,22 +73,28 @@ class Start:
     Attributes:
         header: The header of its lowest rank.
         batches: Its batches, by rank.
+        headers: The header of each rank.
         damaged: By rank, bytes at the end of the file that are no whole record.
         kept: By rank, how many of the batches the latest weights have been trained on. Those behind the checkpoint
             that a later start was resumed from are lost with their weights.
-        headers: The header of each rank.
+        until: Epoch and batch that came next at that checkpoint; None of the last start.
     """
 
     header: FileHeader
     batches: dict[int, list[Batch]]
-    damaged: dict[int, int] = field(default_factory=dict)
+    headers: dict[int, FileHeader]
+    damaged: dict[int, int]
     kept: dict[int, int] = field(default_factory=dict)
-    headers: dict[int, FileHeader] = field(default_factory=dict)
+    until: tuple[int, int] | None = None
+
+    def kept_batches(self, rank: int) -> list[Batch]:
+        """The batches of a rank that the latest weights have been trained on."""
+        return self.batches[rank][: self.kept[rank]]
 
     @property
     def num_kept(self) -> int:
         """Batches of all ranks that the latest weights have been trained on."""
-        return sum(_count(batches[: self.kept[rank]]) for rank, batches in self.batches.items())
+        return sum(_count(self.kept_batches(rank)) for rank in self.batches)
 
     @property
     def num_lost(self) -> int:
@@ -121,12 +128,14 @@ class Ledger:
         self.skipped: dict[str, dict[Pass, list[Row]]] = {}
         # Epochs of the Trainer that were left after their last batch.
         self._ended: set[int] = set()
-        for number, (start, following) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
-            until = None if following is None else _written_at(following)
+        for start, following in pairwise(starts):
+            if (resumed := following.header.resumed) is not None:
+                start.until = resumed["epoch"], resumed["batch"]
+        for number, start in enumerate(starts):
             for rank, batches in sorted(start.batches.items()):
-                behind = (at for at, batch in enumerate(batches) if until is not None and batch[:2] >= until)
+                behind = (at for at, batch in enumerate(batches) if start.until and batch[:2] >= start.until)
                 start.kept[rank] = next(behind, len(batches))
-                for batch in batches[: start.kept[rank]]:
+                for batch in start.kept_batches(rank):
                     self._note(number, rank, batch)
 
     def items(self, epoch: int, path: str = "") -> Counter[Any]:
@@ -144,8 +153,7 @@ class Ledger:
         """
         found = list(self._missing_starts())
         found += [finding for start in self.starts for finding in (*_damaged(start), *_out_of_order(start))]
-        for start, following in zip(self.starts, [*self.starts[1:], None], strict=True):
-            found += _missing(start, None if following is None else _written_at(following))
+        found += [finding for start in self.starts for finding in _missing(start)]
         for path, passes in self.rows.items():
             if self._why_not_compared(path):
                 continue
@@ -364,15 +372,12 @@ def _start_of(paths: list[Path]) -> Start:
     header = min((header for header, _, _ in read), key=lambda header: header.rank)
     if any(other.num_replicas != header.num_replicas for other, _, _ in read):
         raise DamagedStateError(f"The files in {paths[0].parent} are of different numbers of ranks.")
-    damaged = {header.rank: left for header, _, left in read if left}
-    headers = {header.rank: header for header, _, _ in read}
-    return Start(header, {header.rank: batches for header, batches, _ in read}, damaged, headers=headers)
-
-
-def _written_at(start: Start) -> tuple[int, int] | None:
-    """Epoch and batch, as the start before counted them, that came next when it wrote the checkpoint."""
-    resumed = start.header.resumed
-    return None if resumed is None else (resumed["epoch"], resumed["batch"])
+    return Start(
+        header,
+        batches={header.rank: batches for header, batches, _ in read},
+        headers={header.rank: header for header, _, _ in read},
+        damaged={header.rank: left for header, _, left in read if left},
+    )
 
 
 def _damaged(start: Start) -> Iterator[Finding]:
@@ -384,9 +389,9 @@ def _damaged(start: Start) -> Iterator[Finding]:
 
 
 def _out_of_order(start: Start) -> Iterator[Finding]:
-    for rank, batches in start.batches.items():
+    for rank in start.batches:
         due = start.header.begins
-        for batch in batches[: start.kept[rank]]:
+        for batch in start.kept_batches(rank):
             begins_epoch = batch.epoch > due[0] and not batch.batch
             if batch.parts and batch[:2] != due and not begins_epoch:
                 text = (
@@ -397,14 +402,15 @@ def _out_of_order(start: Start) -> Iterator[Finding]:
             due = _after(batch)
 
 
-def _missing(start: Start, until: tuple[int, int] | None) -> Iterator[Finding]:
+def _missing(start: Start) -> Iterator[Finding]:
     """Batches before the checkpoint of a later start that are in no file."""
+    until = start.until
     for rank in range(start.header.num_replicas):
         if rank not in start.batches:
             text = f"of start {start.header.start}, on {start.header.num_replicas} ranks, rank {rank} has no file."
             yield Finding("missing", start.header.begins[0], "", (start.header.start,), (rank,), 1, text)
             continue
-        batches = start.batches[rank][: start.kept[rank]]
+        batches = start.kept_batches(rank)
         reached = _after(batches[-1]) if batches else start.header.begins
         if until is None or reached >= until:
             continue

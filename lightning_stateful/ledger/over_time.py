@@ -320,8 +320,8 @@ def _kept(ledger: Ledger) -> Iterator[tuple[int, tuple[int, int], list[Batch]]]:
     """Steps that the latest weights were trained on: number of the start, epoch and batch, and the ranks' batches."""
     for number, start in enumerate(ledger.starts):
         steps: dict[tuple[int, int], list[Batch]] = {}
-        for rank, batches in sorted(start.batches.items()):
-            for _, batch in _trained(batches[: start.kept[rank]]):
+        for rank in sorted(start.batches):
+            for _, batch in _trained(start.kept_batches(rank)):
                 steps.setdefault((batch.epoch, batch.batch), []).append(batch)
         for at in sorted(steps):
             yield number, at, steps[at]

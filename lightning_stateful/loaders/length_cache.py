@@ -40,6 +40,21 @@ _SECONDS = 3
 _SPOT_CHECKS = 32
 
 
+def file_of(cache_file: str | Path | None, stage: str, name: str | None) -> Path | None:
+    """The file that keeps the lengths of one of several datasets, beside that of the training data.
+
+    Args:
+        cache_file: The file of the training data; None for none.
+        stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+        name: The name of the dataset among several.
+    """
+    if cache_file is None:
+        return None
+    path = Path(cache_file)
+    parts = [path.stem, "" if stage == "train" else stage, name or ""]
+    return path.with_stem("-".join(filter(None, parts)))
+
+
 def lengths_of(
     dataset: Any, lengths: Any, *, cache_file: str | Path | None = None, num_workers: int | None = None
 ) -> LengthArray:

@@ -226,7 +226,7 @@ def with_packed(report: dict[str, Any], dataset: Any, order: Any, plan: Any, ste
         samples: SequenceOrder = order.samples
         passes = [(samples.pass_of(plan.epoch, number), len(dataset)) for number in range(cycle)]
         # Ranges of the first pass alone are left out.
-        gaps = () if plan.gaps is None else plan.gaps.within(0, len(dataset) if cycle else rest).pairs.tolist()
+        gaps = plan.gaps.within(0, len(dataset) if cycle else rest).pairs.tolist()
         skipped = [(samples.pass_of(plan.epoch, 0), first, stop) for first, stop in gaps]
         return {**report, **dataset.counts([*passes, (samples.pass_of(plan.epoch, cycle), rest)], skipped)}
     plan, steps = whole_plan(plan, steps)

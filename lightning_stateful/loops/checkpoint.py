@@ -19,7 +19,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.loops.lightning import TrainerFn, TrainerStatus, pl
-from lightning_stateful.loops.saved_progress import LoopProgress, data_state_in
+from lightning_stateful.loops.saved_progress import SEED_REMEDY, LoopProgress, data_state_in
 
 
 class HoldsDataState(Protocol):
@@ -60,8 +60,7 @@ def refuse_other_seed(
         pairs += [(of_loaders.get(path, saved), present) for path, present in seeds.items()]
     others = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
     if others and "seed" not in accept:
-        remedy = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
-        differences = [Difference(path="seed", saved=before, present=now, remedy=remedy) for before, now in others]
+        differences = [Difference(path="seed", saved=before, present=now, remedy=SEED_REMEDY) for before, now in others]
         raise StateMismatchError(differences, where="The callback's state")
 
 

@@ -105,20 +105,20 @@ def _starts(ledger: Ledger) -> list[str]:
         (number, one.header.start, one.header.num_replicas, *one.header.begins, one.num_kept, one.num_lost)
         for number, one in enumerate(ledger.starts, 1)
     ]
-    table = _folded(_table(titles, rows, are_cards=len(rows) <= _FEW_CARDS), len(rows))
+    table = _folded_table(titles, rows, are_cards=len(rows) <= _FEW_CARDS)
     lost = '<p class="note">Lost: trained on in vain, because a later start went on before them.</p>'
     return ["<h2>Starts</h2>", table, *([lost] if any(one.num_lost for one in ledger.starts) else [])]
 
 
 def _epochs(ledger: Ledger) -> list[str]:
     rows = [_cells(row) for row in ledger.epochs()]
-    table = _table(("epoch", "items", "distinct", "of", "state"), rows)
-    return ["<h2>Epochs</h2>", _folded(table, len(rows))]
+    return ["<h2>Epochs</h2>", _folded_table(("epoch", "items", "distinct", "of", "state"), rows)]
 
 
-def _folded(table: str, num_rows: int) -> str:
+def _folded_table(titles: Sequence[str], rows: Sequence[Sequence[Any]], are_cards: bool = False) -> str:
     """A table, folded away where it is long."""
-    return f"<details><summary>{num_rows} rows</summary>{table}</details>" if num_rows > _FEW_ROWS else table
+    table = _table(titles, rows, are_cards)
+    return f"<details><summary>{len(rows)} rows</summary>{table}</details>" if len(rows) > _FEW_ROWS else table
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -192,7 +192,7 @@ def _waiting(found: Waiting | None) -> list[str]:
         titles += ["for the last rank, s", "share", "was last"]
         for row, one in zip(rows, found.ranks, strict=True):
             row += [f"{one.others:,.2f}", f"{_part(one.others, one.seconds):.1%}", f"{_part(one.last, one.steps):.0%}"]
-    table = _folded(_table(titles, rows, are_cards=len(rows) <= _FEW_CARDS), len(rows))
+    table = _folded_table(titles, rows, are_cards=len(rows) <= _FEW_CARDS)
     notes = ["What a start waited for its very first batch stands in the table alone."]
     if are_many:
         notes.append(

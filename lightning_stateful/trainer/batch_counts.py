@@ -12,7 +12,6 @@ from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loaders.source_datasets import PackedSources
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.weights import DrawSchedule
 from lightning_stateful.packing.plan import SequenceOrder
@@ -33,7 +32,7 @@ class BatchCounts:
 
     def __init__(self, loader: AnyLoader) -> None:
         self.loader = loader
-        order: Any = loader.description.order if isinstance(loader, StatefulLoader) else None
+        order: Any = loader.order
         self._mixture = order if isinstance(order, MixtureOrder) else None
         self._bounds = list(accumulate(self._mixture.sources.lengths)) if self._mixture else []
         self._lengths = order.lengths if isinstance(order, BucketOrder) else None

@@ -350,7 +350,7 @@ def _is_a_pass(loader: StreamLoader) -> bool:
 
 
 def _num_once(loader: AnyLoader) -> int | None:
-    order: Any = loader.description.order if isinstance(loader, StatefulLoader) else None
+    order: Any = loader.order
     if not isinstance(order, SampleBatchOrder) or order.drop_last:
         return None
     return len(order.samples) if isinstance(order.samples, (SequentialOrder, ShuffledOrder)) else None

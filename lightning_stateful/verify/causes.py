@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from lightning_stateful.verify.comparison import Divergence, first_divergence, form_of, rows_of
 from lightning_stateful.verify.conditions import Conditions
-from lightning_stateful.verify.records import Record
+from lightning_stateful.verify.records import Record, Run
 from lightning_stateful.verify.result import Cause
-from lightning_stateful.verify.runs import Run, Runs, failure_of
+from lightning_stateful.verify.runs import Runs, failure_of
 
 _CLOCK = (
     "What is read depends on the time: on time.time() or datetime.now(). Draw from torch's, NumPy's or Python's global "
@@ -56,6 +56,7 @@ _UNKNOWN = (
     "Data are the same in every process, and differ only once they are resumed. Something else than the loaders is "
     "remembered from batch to batch: a cache or counter in the dataset, collate_fn or a hook."
 )
+_OTHER_SETS, _OTHER_FILES = Conditions(hash_seed=1), Conditions(reversed_files=True)
 
 
 class Causes:
@@ -63,17 +64,20 @@ class Causes:
 
     Args:
         runs: Starts runs of these data.
+        workers: Workers of each loader; None to leave them as they are.
     """
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+    def __init__(self, runs: Runs, workers: int | None) -> None:
+        self._runs, self._workers = runs, workers
 
-    def of_unlike_runs(self, ranks: int, workers: int | None) -> Cause:
+    def _under(self, ranks: int, *conditions: Conditions) -> list[list[Record]]:
+        """Do runs without a stop, each under conditions that are the same on all ranks."""
+        return self._runs(*(Run(ranks=ranks, workers=self._workers, alike=one) for one in conditions))
+
+    def of_unlike_runs(self, ranks: int) -> Cause:
         """Two runs without a stop, under the same conditions, were not alike."""
-        clock = Conditions(held_clock=float(int(time.time())))
-        held = [Run(ranks=ranks, workers=workers, alike=clock)] * 2
-        seeded = [Run(ranks=ranks, workers=workers, alike=Conditions(seed=0))] * 2
-        with_clock, again_clock, with_seed, again_seed = self._runs(*held, *seeded)
+        clock, seed = Conditions(held_clock=float(int(time.time()))), Conditions(seed=0)
+        with_clock, again_clock, with_seed, again_seed = self._under(ranks, clock, clock, seed, seed)
         if not all(of["patched"] for of in with_clock[0].facts.values()):
             return Cause(name="callback", said=_CALLBACK)
         tried = ["two runs without a stop, under the same conditions: not alike"]
@@ -86,30 +90,19 @@ class Causes:
             tried.append("the same with a seed: not alike")
         return Cause(name="generator", said=_GENERATOR, tried=tuple(tried))
 
-    def of_refused_start(self, ranks: int, workers: int | None) -> Cause | None:
+    def of_refused_start(self, ranks: int) -> Cause | None:
         """A run was refused before its first step, as ranks have other data; None if that has other reasons."""
-        conditions = {
-            "": Conditions(),
-            "sets": Conditions(hash_seed=1),
-            "files": Conditions(reversed_files=True),
-            "global generators": Conditions(seed=0),
-        }
         if ranks == 1:
             return None
-        found = self._runs(*(Run(ranks=ranks, workers=workers, alike=one) for one in conditions.values()))
-        ways = dict(zip(conditions, found, strict=True))
-        if failure_of(ways[""])[0]:
-            if failure_of(ways["global generators"])[0]:
-                return None
-            return Cause(
-                name="global generators", said=_GLOBAL, tried=("the same with a seed on all ranks: it trains",)
-            )
-        return self._of_process(ways[""], ways["sets"], ways["files"])
+        plain, sets, files, seeded = self._under(ranks, Conditions(), _OTHER_SETS, _OTHER_FILES, Conditions(seed=0))
+        if not failure_of(plain)[0]:
+            return _of_process(plain, sets, files)
+        if failure_of(seeded)[0]:
+            return None
+        return Cause(name="global generators", said=_GLOBAL, tried=("the same with a seed on all ranks: it trains",))
 
     def of_resume(
         self,
-        ranks: int,
-        workers: int | None,
         whole: Sequence[Record],
         came: Sequence[Record],
         divergence: Divergence | None,
@@ -118,33 +111,27 @@ class Causes:
         """A resumed run was not as the rest of that without a stop, or was refused.
 
         Args:
-            ranks: Of the run without a stop.
-            workers: Of its loaders.
-            whole: Its records.
+            whole: The records of the run without a stop.
             came: Those of the resumed run.
             divergence: The first difference; None if the resume was refused or failed.
             start: Batches that were trained on before it; None where these need not go on as without the stop.
         """
-        plain, sets, files, again, twice = self._runs(
-            *(
-                Run(ranks=ranks, workers=workers, alike=one)
-                for one in (Conditions(), Conditions(hash_seed=1), Conditions(reversed_files=True), Conditions())
-            ),
-            Run(ranks=1, workers=workers, begins_twice=True),
-        )
+        ranks = len(whole)
+        plain, sets, files, again = self._under(ranks, Conditions(), _OTHER_SETS, _OTHER_FILES, Conditions())
         if not _alike(plain, again):
-            return self.of_unlike_runs(ranks, workers)
-        of_process = self._of_process(plain, sets, files)
-        if of_process is not None:
+            return self.of_unlike_runs(ranks)
+        if of_process := _of_process(plain, sets, files):
             return of_process
+        [twice] = self._runs(Run(ranks=1, workers=self._workers, begins_twice=True))
         return _of_resuming(whole, came, divergence, start, twice[0].changes)
 
-    def _of_process(self, plain: Sequence[Record], sets: Sequence[Record], files: Sequence[Record]) -> Cause | None:
-        if not _alike(plain, sets):
-            return Cause(name="sets", said=_SETS, tried=("a run with another PYTHONHASHSEED: not alike",))
-        if not _alike(plain, files):
-            return Cause(name="files", said=_FILES, tried=("a run in which folders are listed in reverse: not alike",))
-        return None
+
+def _of_process(plain: Sequence[Record], sets: Sequence[Record], files: Sequence[Record]) -> Cause | None:
+    if not _alike(plain, sets):
+        return Cause(name="sets", said=_SETS, tried=("a run with another PYTHONHASHSEED: not alike",))
+    if not _alike(plain, files):
+        return Cause(name="files", said=_FILES, tried=("a run in which folders are listed in reverse: not alike",))
+    return None
 
 
 def _of_resuming(

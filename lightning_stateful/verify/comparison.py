@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stateful.verify.records import Batch, Record
+from lightning_stateful.verify.records import Batch, Record, some_of
 
 Rows = Sequence[Sequence[Batch]]  # by rank
 
@@ -77,8 +77,8 @@ def _others(expected: Batch, came: Batch) -> str:
         for ours, theirs in zip(expected.parts, came.parts, strict=True)
         for name, one, other in zip(ours.names, ours.digests, theirs.digests, strict=False)
     ]
-    others = [str(item) for (_, item), is_same in pairs if not is_same]
-    return f"{len(others)} of {len(pairs)}: {' '.join(others[:6])}{' ...' * (len(others) > 6)}"
+    others = [item for (_, item), is_same in pairs if not is_same]
+    return f"{len(others)} of {len(pairs)}: {some_of(others, 6)}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -58,21 +58,15 @@ def _seed_from_entropy() -> None:
         sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
 
 
-class _Listing:
+class _Listing(Iterator[Any], AbstractContextManager[Any]):
     """A folder's entries, as ``os.scandir`` gives them: an iterator that can be closed."""
 
     def __init__(self, entries: Any) -> None:
         with entries:
             self._left = iter(list(entries)[::-1])
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
         return next(self._left)
-
-    def __enter__(self) -> _Listing:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -75,10 +75,10 @@ class Launcher:
         is_open: Whether it has not been closed.
     """
 
-    def __init__(self, package: str, timeout: float = 300.0) -> None:
+    def __init__(self, package: str) -> None:
         if not hasattr(os, "fork"):
             raise ConfigurationError("verify starts processes by fork, which this system does not have.")
-        self.package, self.timeout, self.is_open = package, timeout, True
+        self.package, self.is_open, self.timeout = package, True, float("inf")
         self.folder = Path(tempfile.mkdtemp(prefix="lightning-stateful-verify-"))
         self._servers: dict[int, _Server] = {}
         self._numbers = self._runs = 0
@@ -103,9 +103,7 @@ class Launcher:
         """A file of this launcher's."""
         return self.folder / name
 
-    def run(
-        self, runs: Sequence[Sequence[Job]], at_once: int = 1, ended: Callable[[], None] = lambda: None
-    ) -> list[list[Record]]:
+    def run(self, runs: Sequence[Sequence[Job]], at_once: int, ended: Callable[[], None]) -> list[list[Record]]:
         """Run jobs.
 
         Args:
@@ -218,7 +216,7 @@ class Launcher:
             record.log = log.read_text(errors="replace")[-_LOG_CHARACTERS:] if log.exists() else ""
             if number in unfinished:
                 record.failed = f"hung: no new batch in {self.timeout:g} seconds, after {len(record.batches)} batches"
-            elif number in one.ended and not job.record.with_suffix(".done").exists() and job.kill_after is None:
+            elif number in one.ended and not job.record.with_suffix(".done").exists() and job.run.kill_after is None:
                 record.failed = f"died, with exit code {one.ended[number]}"
             records.append(record)
         return records

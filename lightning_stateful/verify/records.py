@@ -27,6 +27,31 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on all of its ranks.
+
+    Attributes:
+        ranks: Their number.
+        workers: Workers of each loader; None to leave them as they are.
+        resumed: Whether it has the conditions of a later start: other orders of sets and files than the first.
+        alike: Conditions of all ranks, in place of different ones.
+        checkpoint: The checkpoint that it goes on from.
+        moments: When it writes checkpoints, and to which files.
+        kill_after: Batches after which each process kills itself with SIGKILL, in the step of the next.
+        begins_twice: In place of training, try whether what is iterated gives other samples when it is begun again.
+    """
+
+    ranks: int
+    workers: int | None
+    resumed: bool = False
+    alike: Conditions | None = None
+    checkpoint: Path | None = None
+    moments: tuple[tuple[Moment, Path], ...] = ()
+    kill_after: int | None = None
+    begins_twice: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A run, as one process is told of it.
 
@@ -35,9 +60,8 @@ class Job:
         arguments: Of the factory, as a LightningCLI's YAML file has them.
         search: ``sys.path`` and the working folder, as the user has them.
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
-        ranks: Data-parallel ranks of the run.
-        rank: This process's.
-        workers: Workers of each loader; None to leave them as they are.
+        run: The run.
+        rank: The rank of this process.
         epochs: Epochs of the run.
         batches: The most batches of an epoch.
         validate_every: Batches from one validation to the next.
@@ -46,19 +70,14 @@ class Job:
         conditions: Of the process.
         environment: Variables beside those of the server.
         record: The file that is written.
-        checkpoint: The checkpoint to go on from.
-        moments: When checkpoints are written, and to which files.
-        kill_after: Batches after which the process kills itself with SIGKILL, in the step of the next.
-        begins_twice: In place of training, try whether what is iterated gives other samples when it is begun again.
     """
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     search: tuple[str, ...] = ()
     package: str = "lightning.pytorch"
-    ranks: int = 1
+    run: Run = Run(ranks=1, workers=None)
     rank: int = 0
-    workers: int | None = None
     epochs: int = 2
     batches: int = 30
     validate_every: int = 5
@@ -67,10 +86,6 @@ class Job:
     conditions: Conditions = field(default_factory=Conditions)
     environment: Mapping[str, str] = field(default_factory=dict)
     record: Path = Path()
-    checkpoint: Path | None = None
-    moments: tuple[tuple[Moment, Path], ...] = ()
-    kill_after: int | None = None
-    begins_twice: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,12 +138,13 @@ class Batch:
         said = []
         for part in self.parts:
             label = f"{part.path}: " if part.path else ""
-            some = "" if part.items is None else f"samples {_some(part.items)}: "
+            some = "" if part.items is None else f"samples {some_of(part.items, 8)}: "
             said.append(f"{label}{some}{part.shown}")
         return " | ".join(said)
 
 
-def _some(items: Sequence[Any], most: int = 8) -> str:
+def some_of(items: Sequence[Any], most: int) -> str:
+    """The first few items in words."""
     return " ".join(map(str, items[:most])) + " ..." * (len(items) > most)
 
 

@@ -108,7 +108,7 @@ class Verification:
         return "\n".join([*lines, self._last()])
 
     def _head(self) -> str:
-        lengths = [f"{batches} batches on {_ranks(ranks)}" for ranks, batches in self.lengths.items()]
+        lengths = [f"{batches} batches on {counted(ranks, 'rank')}" for ranks, batches in self.lengths.items()]
         cut = ", cut there" if self.is_cut else ""
         return f"{self.factory}: epochs of {', '.join(lengths) or 'no batches'}{cut}"
 
@@ -116,7 +116,8 @@ class Verification:
         lines, before = [], ""
         width = max((len(trial.name) for trial in self.trials), default=0)
         for trial in self.trials:
-            head = f"trained on {_on(trial.ranks, trial.workers)}"
+            workers = "" if trial.workers is None else f", {counted(trial.workers, 'worker')}"
+            head = f"trained on {counted(trial.ranks, 'rank')}{workers}"
             lines += [head] if head != before else []
             before = head
             lines.append(f"  {trial.name:<{width}}  {_IN_WORDS[trial.outcome]}")
@@ -154,11 +155,6 @@ class Verification:
         return {"ok": self.ok, **asdict(self)}
 
 
-def _ranks(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks != 1)}"
-
-
-def _on(ranks: int, workers: int | None) -> str:
-    if workers is None:
-        return _ranks(ranks)
-    return f"{_ranks(ranks)}, {workers} worker{'s' * (workers != 1)}"
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, in the plural where that is due."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.verify.conditions import Conditions
 from lightning_stateful.verify.launcher import Launcher
-from lightning_stateful.verify.records import Job, Moment, Record
+from lightning_stateful.verify.records import Job, Record, Run
 
 # By the package of Lightning; their servers take seconds to start, and serve one call after the other.
 _LAUNCHERS: dict[str, Launcher] = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run on all of its ranks.
-
-    Attributes:
-        ranks: Their number.
-        workers: Workers of each loader; None to leave them as they are.
-        resumed: Whether it has the conditions of a later start: other orders of sets and files than the first.
-        alike: Conditions of all ranks, in place of different ones.
-        checkpoint: The checkpoint that it goes on from.
-        moments: When it writes checkpoints, and where to.
-        kill_after: Batches after which it is killed.
-        begins_twice: Try what is iterated, and train nothing.
-    """
-
-    ranks: int
-    workers: int | None
-    resumed: bool = False
-    alike: Conditions | None = None
-    checkpoint: Path | None = None
-    moments: tuple[tuple[Moment, Path], ...] = ()
-    kill_after: int | None = None
-    begins_twice: bool = False
 
 
 class Runs:
@@ -50,7 +26,7 @@ class Runs:
         ended: Is called as each run has ended.
     """
 
-    def __init__(self, job: Job, timeout: float, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, job: Job, timeout: float, ended: Callable[[], None]) -> None:
         self.job, self._timeout, self._ended = job, timeout, ended
         self._num_files = 0
 
@@ -97,25 +73,16 @@ class Runs:
         turn = (rank + run.resumed) % 2
         conditions = run.alike or Conditions(hash_seed=turn, reversed_files=bool(turn))
         conditions = replace(conditions, seed=self.job.conditions.seed if conditions.seed is None else conditions.seed)
-        return replace(
-            self.job,
-            ranks=run.ranks,
-            rank=rank,
-            workers=run.workers,
-            conditions=conditions,
-            checkpoint=run.checkpoint,
-            moments=run.moments,
-            kill_after=run.kill_after,
-            begins_twice=run.begins_twice,
-        )
+        return replace(self.job, run=run, rank=rank, conditions=conditions)
 
 
-def failure_of(records: Sequence[Record]) -> tuple[str, str]:
+def failure_of(records: Sequence[Record]) -> tuple[Literal["refused", "failed", ""], str]:
     """Whether a run was refused or has failed, and why; empty words if it has come to its end.
 
     A rank that waits for one that has failed may hang, so a reason is looked for on all.
     """
-    for kind in ("refused", "failed"):
+    kinds: tuple[Literal["refused", "failed"], ...] = ("refused", "failed")
+    for kind in kinds:
         said = [getattr(record, kind) for record in records if getattr(record, kind)]
         # A rank that was left alone says less than the one that has left.
         said.sort(key=lambda text: text.startswith(("hung", "died")))

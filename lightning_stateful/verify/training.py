@@ -53,13 +53,13 @@ def run(job: Job) -> None:
     logging.getLogger(job.package.partition(".")[0]).setLevel(logging.ERROR)
     try:
         job.conditions.apply(job.package)
-        if job.workers is not None:
-            set_num_workers(job.workers)
+        if job.run.workers is not None:
+            set_num_workers(job.run.workers)
         made = made_by(job.factory, job.arguments)
         other = _other_package(made)
         if other:
             file.write("other_package", other)
-        elif job.begins_twice:
+        elif job.run.begins_twice:
             file.write("changes", _begun_twice(job, made))
         else:
             _train(job, made, file)
@@ -108,14 +108,14 @@ def _train(job: Job, made: Any, file: RecordFile) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"strategy": "ddp", "devices": job.ranks} if job.ranks > 1 else {"devices": 1}),
+        **({"strategy": "ddp", "devices": job.run.ranks} if job.run.ranks > 1 else {"devices": 1}),
     )
     data: dict[str, Any] = {"train_dataloaders": made}
     if isinstance(made, pl.LightningDataModule):
         data = {"datamodule": made}
     elif hasattr(made, "train_dataloader"):
         data = {"datamodule": _LoadersOf(made)}
-    trainer.fit(_Records(job, file, indices), **data, ckpt_path=job.checkpoint)
+    trainer.fit(_Records(job, file, indices), **data, ckpt_path=job.run.checkpoint)
 
 
 def _has_evaluation(made: Any) -> bool:
@@ -177,9 +177,13 @@ class _Records(pl.LightningModule):
         self._key = None if job.key is None else imported(job.key)
 
     def on_train_start(self) -> None:
-        structure = Structure.of(self.trainer.train_dataloader)
-        self._paths = list(structure.loaders)
-        self._file.write("facts", {path: _facts(of) for path, of in structure.loaders.items()})
+        self._paths = self._write_facts()
+
+    def _write_facts(self) -> list[str]:
+        """Write what is known of the training loaders at this moment, and return their paths."""
+        loaders = Structure.of(self.trainer.train_dataloader).loaders
+        self._file.write("facts", {path: _facts(of) for path, of in loaders.items()})
+        return list(loaders)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self._num_begun > self._job.epochs * (self._job.batches + 1):
@@ -192,7 +196,7 @@ class _Records(pl.LightningModule):
         self._file.write(
             "batch", [self.current_epoch, batch_idx + 1, [self._part(path, of) for path, of in parts.items()]]
         )
-        if self._job.kill_after is not None and self._num_begun > self._job.kill_after:
+        if self._job.run.kill_after is not None and self._num_begun > self._job.run.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.weight * 0.0
 
@@ -205,8 +209,7 @@ class _Records(pl.LightningModule):
         """Only loaders are of interest."""
 
     def on_train_end(self) -> None:
-        structure = Structure.of(self.trainer.train_dataloader)
-        self._file.write("facts", {path: _facts(of) for path, of in structure.loaders.items()})
+        self._write_facts()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -216,10 +219,8 @@ def _facts(loader: Any) -> dict[str, Any]:
     """Facts that explain how a user's loader is resumed, as plain data."""
     original = getattr(loader, "original", loader)
     ours = getattr(loader, "loader", loader)
-    is_ours = is_patched(ours)
     return {
-        "patched": is_ours,
-        "kind": ours.order.kind if is_ours else None,
+        "patched": is_patched(ours),
         "map_style": isinstance(ours, StatefulLoader),
         "class": type(original).__qualname__,
         "wrapper": not isinstance(original, DataLoader),
@@ -244,7 +245,7 @@ class _Saves(pl.Callback):
         self._job, self._file, self._num_trained = job, file, 0
 
     def on_train_epoch_start(self, *args: Any) -> None:
-        if self._job.ranks > 1:
+        if self._job.run.ranks > 1:
             # A fork hangs if a thread of gloo's is busy with a collective that has just ended.
             time.sleep(_SETTLE)
 
@@ -262,7 +263,7 @@ class _Saves(pl.Callback):
         self._save(trainer, "on_train_epoch_end")
 
     def _save(self, trainer: pl.Trainer, hook: str) -> None:
-        for moment, path in self._job.moments:
+        for moment, path in self._job.run.moments:
             if (moment.hook, moment.after) == (hook, self._num_trained):
                 trainer.save_checkpoint(path)
                 self._file.write("saved", [moment.name, self._num_trained])

@@ -19,9 +19,9 @@ from lightning_stateful.verify.comparison import (
 )
 from lightning_stateful.verify.conditions import Conditions
 from lightning_stateful.verify.factory import CommandLineConfig, path_of
-from lightning_stateful.verify.records import Job, Moment, Record
-from lightning_stateful.verify.result import Outcome, Trial, Verification
-from lightning_stateful.verify.runs import Run, Runs, failure_of
+from lightning_stateful.verify.records import Job, Moment, Record, Run
+from lightning_stateful.verify.result import Outcome, Trial, Verification, counted
+from lightning_stateful.verify.runs import Runs, failure_of
 
 # Of the moments, the one whose checkpoint is resumed on other ranks and workers.
 _MIDDLE = "stopped in the middle of epoch 0"
@@ -117,7 +117,7 @@ class _Trials:
     ) -> None:
         self._devices, self._workers, self._progress = devices, workers, progress
         self._runs = Runs(job, timeout, self._note_run)
-        self._causes = Causes(self._runs)
+        self._causes = Causes(self._runs, workers[0])
         self._found = Verification(factory=job.factory)
         # By number of ranks, the run without a stop.
         self._whole: dict[int, list[Record]] = {}
@@ -151,10 +151,9 @@ class _Trials:
                     raise ConfigurationError(text)
                 raise ConfigurationError(f"The run without a stop has failed: {said}\n{records[0].log.strip()}")
             if kind:
-                outcome: Outcome = "refused" if kind == "refused" else "failed"
-                self._add("begun", ranks, ranks, outcome, said)
+                self._add("begun", records, records, kind, said)
                 if self._found.cause is None and kind == "refused":
-                    self._found.cause = self._causes.of_refused_start(ranks, self._workers[0])
+                    self._found.cause = self._causes.of_refused_start(ranks)
             elif not records[0].of_epoch(1):
                 raise ConfigurationError("The data have no batch in the second epoch, so nothing can be compared.")
             else:
@@ -172,7 +171,7 @@ class _Trials:
             # It was killed, and maybe one rank a moment before another.
             for record in stopped:
                 record.refused = record.failed = ""
-        if not self._compare("another run without a stop", ranks, "equal", whole, stopped, is_cut=True):
+        if not self._compare("another run without a stop", "equal", whole, stopped, is_cut=True):
             return
         paths = {moment.name: path for moment, path in moments if moment.name in stopped[0].saved}
         starts = {name: stopped[0].saved[name] for name in paths}
@@ -180,7 +179,7 @@ class _Trials:
             *(Run(ranks=ranks, workers=workers, resumed=True, checkpoint=path) for path in paths.values())
         )
         for (name, start), records in zip(starts.items(), resumed, strict=True):
-            if not self._compare(name, ranks, "exact", whole, records, start=start):
+            if not self._compare(name, "exact", whole, records, start=start):
                 return
         if _MIDDLE not in paths:
             return
@@ -191,13 +190,14 @@ class _Trials:
         for number, there in self._whole.items():
             if number != ranks and not self._found.faults:
                 records = self._runs(Run(ranks=number, workers=workers, resumed=True, checkpoint=path))[0]
-                self._count(f"resumed on {number} rank{'s' * (number != 1)}", whole, there, records, start, workers)
+                self._count(f"resumed on {counted(number, 'rank')}", whole, there, records, start, workers)
 
     def _resume_with_workers(self, ranks: int, path: Path, start: int, workers: int | None) -> None:
-        name, whole = f"resumed with {_workers(workers)}", self._whole[ranks]
+        of_workers = "the workers it has" if workers is None else counted(workers, "worker")
+        name, whole = f"resumed with {of_workers}", self._whole[ranks]
         resumed = Run(ranks=ranks, workers=workers, resumed=True, checkpoint=path)
         if all(of["map_style"] for of in whole[0].facts.values()):
-            self._compare(name, ranks, "exact", whole, self._runs(resumed)[0], start=start, workers=workers)
+            self._compare(name, "exact", whole, self._runs(resumed)[0], start=start, workers=workers)
             return
         # Of a stream each worker reads a part, so batches are others.
         there, records = self._runs(Run(ranks=ranks, workers=workers), resumed)
@@ -226,7 +226,6 @@ class _Trials:
     def _compare(
         self,
         name: str,
-        ranks: int,
         right: Outcome,
         whole: Sequence[Record],
         records: Sequence[Record],
@@ -239,7 +238,6 @@ class _Trials:
 
         Args:
             name: Of the trial.
-            ranks: Of both.
             right: The outcome if nothing differs.
             whole: The run without a stop.
             records: The other run.
@@ -252,13 +250,13 @@ class _Trials:
         expected = rows_of(whole, start, start + min(map(len, came)) if is_cut else None)
         came = [batches[: len(expected[0])] for batches in came] if is_cut else came
         divergence = None if kind else first_divergence(expected, came)
-        outcome: Outcome = "refused" if kind == "refused" else "failed" if kind else "differs" if divergence else right
-        self._add(name, ranks, ranks, outcome, said, workers=workers, num_batches=sum(map(len, came)))
+        outcome = kind or ("differs" if divergence else right)
+        self._add(name, whole, records, outcome, said, workers=workers, num_batches=sum(map(len, came)))
         if divergence is None and not kind:
             return True
         if kind == "failed":
             return False
-        self._explain(ranks, whole, records, divergence, start, is_resumed=not is_cut)
+        self._explain(whole, records, divergence, start, is_resumed=not is_cut)
         return kind == "refused"
 
     def _count(
@@ -280,11 +278,9 @@ class _Trials:
             start: Batches of each rank before the stop.
             workers: Workers of the run that ended it.
         """
-        ranks = len(whole)
         kind, said = failure_of([*there, *records])
         if kind:
-            outcome: Outcome = "refused" if kind == "refused" else "failed"
-            self._add(name, ranks, len(records), outcome, said, workers=workers)
+            self._add(name, whole, records, kind, said, workers=workers)
             return
         epochs = [of_epoch(run, 0) for run in (whole, there)]
         # What a stream has left for less than a step comes first in the next epoch.
@@ -292,16 +288,15 @@ class _Trials:
         spare = max(map(step_size, (whole, there))) - 1 if is_stream and len(records) > 1 else 0
         before, after = rows_of(whole, 0, start), of_epoch(records, 0)
         tally = count_samples(0, before, after, *epochs, spare=None if self._found.is_cut else spare)
-        outcome = "differs" if tally.fault else "once" if tally.compared else "not compared"
+        outcome: Outcome = "differs" if tally.fault else "once" if tally.compared else "not compared"
         num_batches = sum(len(record.of_epoch(0)) for record in records)
         said = "" if tally.compared else _NO_NAMES
-        self._add(name, ranks, len(records), outcome, said, workers=workers, num_batches=num_batches)
+        self._add(name, whole, records, outcome, said, workers=workers, num_batches=num_batches)
         if tally.fault:
-            self._explain(ranks, whole, records, tally.fault, None)
+            self._explain(whole, records, tally.fault, None)
 
     def _explain(
         self,
-        ranks: int,
         whole: Sequence[Record],
         records: Sequence[Record],
         divergence: Divergence | None,
@@ -311,19 +306,18 @@ class _Trials:
     ) -> None:
         if self._found.cause is not None:
             return
-        workers = self._workers[0]
         self._found.divergence = divergence
         self._found.warned = list(dict.fromkeys(text for record in records for text in record.warned))
         if not is_resumed:
-            self._found.cause = self._causes.of_unlike_runs(ranks, workers)
+            self._found.cause = self._causes.of_unlike_runs(len(whole))
         else:
-            self._found.cause = self._causes.of_resume(ranks, workers, whole, records, divergence, start)
+            self._found.cause = self._causes.of_resume(whole, records, divergence, start)
 
     def _add(
         self,
         name: str,
-        ranks: int,
-        there: int,
+        whole: Sequence[Record],
+        records: Sequence[Record],
         outcome: Outcome,
         said: str,
         *,
@@ -334,18 +328,12 @@ class _Trials:
         self._found.trials.append(
             Trial(
                 name=name,
-                ranks=ranks,
+                ranks=len(whole),
                 workers=own,
-                resumed_on=there,
+                resumed_on=len(records),
                 resumed_workers=own if workers is None else workers,
                 outcome=outcome,
                 said=said,
                 num_batches=num_batches,
             )
         )
-
-
-def _workers(number: int | None) -> str:
-    if number is None:
-        return "the workers it has"
-    return f"{number} worker{'s' * (number != 1)}"

@@ -40,7 +40,7 @@ def test_without_skip_plans_and_states_are_as_ever() -> None:
     loader = shuffled()
     plan = loader.plan(0)
     assert type(plan) is SampleEpochPlan
-    assert plan.gaps is None
+    assert not plan.gaps
     assert "skip" not in loader.state_dict()
     assert "skip" not in shuffled(skip={}).state_dict()
 
