@@ -187,12 +187,14 @@ class EpochResults:
                 metric.cumulated_batch_size = metric.cumulated_batch_size + part["count"]
 
     def _now(self, trainer: pl.Trainer, most: int) -> _Sums:
+        metrics = self._metrics_in(trainer)
+        if not metrics and not trainer.fit_loop.epoch_loop._results:
+            return _Sums({}, {})
         # Lightning puts new sums in the place of old ones, and does not change them.
         logged = {
             key: (one.value, getattr(one, "cumulated_batch_size", None)) if one.is_tensor else (None, None)
             for key, one in self._logged(trainer).items()
         }
-        metrics = self._metrics_in(trainer)
         return _Sums(logged, {name: _copied(one, most) for name, one in metrics.items() if one.update_called})
 
     def _logged(self, trainer: pl.Trainer) -> dict[str, Any]:

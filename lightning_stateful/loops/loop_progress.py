@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -27,8 +27,7 @@ _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 STEPPED_IN = "_stepped_in"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchBegun:
+class BatchBegun(NamedTuple):
     """Counters when a batch began: compared with the present ones, they tell whether the end of that batch is over.
 
     Attributes:
@@ -48,7 +47,8 @@ def note_batch(trainer: pl.Trainer) -> BatchBegun:
     """Counters as a batch begins."""
     stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
     scheduled = tuple(getattr(config.scheduler, "last_epoch", None) for config in trainer.lr_scheduler_configs)
-    return BatchBegun(next_step(trainer)[1], stepped, waits_to_stop(trainer, trainer.current_epoch), scheduled)
+    stopping = trainer.should_stop and waits_to_stop(trainer, trainer.current_epoch)
+    return BatchBegun(next_step(trainer)[1], stepped, stopping, scheduled)
 
 
 def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopProgress:

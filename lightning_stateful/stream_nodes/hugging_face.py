@@ -79,7 +79,7 @@ class HuggingFaceShards(Shards):
         stages = list(pipelines.walk(self._dataset._ex_iterable))
         for stage in stages:
             pipelines.refuse(stage, self._num_shards)
-        self.draws = self.runs_users_code = any(map(pipelines.runs_users_code, stages))
+        self.draws = self.runs_users_code = any(map(pipelines.may_draw, stages))
         found = [text for stage in stages for text in pipelines.warnings_of(stage, self._num_shards)]
         self.warning = " ".join(dict.fromkeys(found))
         self.reread = pipelines.reread_of(stages)

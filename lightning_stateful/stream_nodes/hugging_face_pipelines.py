@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.stream_nodes.plain_functions import draws_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,15 @@ def gives_tables(formatting: Any) -> bool:
 def runs_users_code(stage: Any) -> bool:
     """Whether a stage itself may run code that is none of Hugging Face's own."""
     return type(stage).__name__ not in PIPELINE_CLASSES or any(map(_is_of_user, _functions_of(stage)))
+
+
+def may_draw(stage: Any) -> bool:
+    """Whether a stage itself may draw random numbers: it runs code of the user's that is not seen to draw none."""
+    if type(stage).__name__ not in PIPELINE_CLASSES:
+        return True
+    held = [vars(stage)[name] for name in _FUNCTIONS if name in vars(stage)]
+    of_user = [function for function in held if _is_of_user(_bare(function))]
+    return bool(of_user) and not all(map(draws_nothing, [*of_user, getattr(stage, "fn_kwargs", {})]))
 
 
 def reruns_users_code(stage: Any) -> bool:

@@ -32,7 +32,7 @@ class Shards(ABC):
 
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
-        runs_users_code: Whether any code of the user's runs as a shard is opened or read.
+        runs_users_code: Whether code of the user's that may draw random numbers runs as a shard is opened or read.
         num_bare: Shards in a row, so far, whose nodes held no random generators of their own.
         has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.

@@ -30,7 +30,6 @@ from lightning_stateful.loops.checkpoint import (
 )
 from lightning_stateful.loops.epoch_results import EpochResults
 from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
-from lightning_stateful.loops.other_callbacks import monitored_metrics, restore_metrics
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.run_notes import note_of_run, say_resumed
 from lightning_stateful.loops.saved_progress import (
@@ -178,6 +177,7 @@ class StatefulDataCallback(pl.Callback):
         optimizer_steps.forget_steps(trainer)
         module_changes.end_watching(trainer)
         self._results.generators.end_watching(trainer)
+        other_callbacks.take_in_empty_hooks(self)
         self._signals.end()
         self.settings.ledger.close()
         if isinstance(self._phase, Resumed) and stage == "fit":
@@ -320,7 +320,8 @@ class StatefulDataCallback(pl.Callback):
     def _monitored(self, progress: LoopProgress) -> dict[str, float]:
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
-        return {} if self._trainer is None else monitored_metrics(self._trainer, epoch_over=progress.plateau == "epoch")
+        epoch_over = progress.plateau == "epoch"
+        return other_callbacks.monitored_metrics(self._trainer, epoch_over=epoch_over) if self._trainer else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""
@@ -347,8 +348,7 @@ class StatefulDataCallback(pl.Callback):
         refuse_empty_loops(loops)
         saved = checkpoint.get("callbacks", {}).get(self.state_key)
         metrics: Mapping[str, float] = {}
-        if saved is None:
-            # Written without this callback.
+        if saved is None:  # Written without this callback.
             progress = read_counters(loops["fit_loop"])
         else:
             progress, metrics = read_callback_state(saved)
@@ -422,12 +422,11 @@ class StatefulDataCallback(pl.Callback):
             self._loaders.begin()
             warn_of_old_copies(self._loaders.combined)
             loop_progress.follow_lengths(trainer)
-            begins = self._progress().epoch_and_step
-            self.settings.ledger.begin(trainer, self._loaders.combined.loaders, begins)
+            self.settings.ledger.begin(trainer, self._loaders.combined.loaders, self._progress().epoch_and_step)
         module_changes.watch(trainer, self._phase.saved if isinstance(self._phase, Resumed) else None)
         if isinstance(self._phase, Resumed):
             self._phase = replace(self._phase, training_began=True)
-            restore_metrics(trainer, self._phase.metrics)
+            other_callbacks.restore_metrics(trainer, self._phase.metrics)
             module_changes.restore(trainer, self._phase.saved, self._phase.progress)
             self._results.load(self._phase.saved.get("results"), trainer)
             optimizer_steps.take_due_steps(trainer, self._phase.progress)
@@ -438,6 +437,7 @@ class StatefulDataCallback(pl.Callback):
         optimizer_steps.watch_steps(trainer)
         self._results.generators.watch(trainer)
         self._signals.begin(trainer)
+        other_callbacks.leave_out_empty_hooks(self)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""

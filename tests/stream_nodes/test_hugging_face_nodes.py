@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
 from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
+from lightning_stateful.stream_nodes import shard_reader
 from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards, is_hugging_face
 from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
@@ -410,7 +411,25 @@ class TestDrawing:
         dataset = hf.stream("arrow", tmp_path, (3,)).rename_column("n", "number").remove_columns("text").batch(2)
 
         assert not HuggingFaceShards(dataset).draws
-        assert HuggingFaceShards(dataset.map(hf.same)).draws
+        assert not HuggingFaceShards(dataset.map(hf.same)).draws
+        assert HuggingFaceShards(dataset.map(hf.draw)).draws
+
+    def test_samples_are_not_seeded_where_no_function_can_draw(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seeds: list[int] = []
+        dataset = hf.stream("table", tmp_path, (100,))
+        monkeypatch.setattr(shard_reader, "seed_randomness", seeds.append)
+
+        def num_seeded(dataset: Any) -> int:
+            seeds.clear()
+            assert sum(1 for _ in patch_dataloader(DataLoader(dataset, batch_size=10))) in (7, 10)
+            return len(seeds)
+
+        assert num_seeded(dataset.map(hf.same).filter(hf.of_three)) == 0
+        # As the shard is opened, before each run of 32, and at its end.
+        assert num_seeded(dataset.map(hf.draw)) == 6
+        assert num_seeded(dataset.map(hf.same).map(hf.draw_batch, batched=True)) == 6
 
 
 class TestStates:
