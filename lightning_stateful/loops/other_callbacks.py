@@ -21,14 +21,6 @@ from lightning_stateful.loops.lightning import (
 
 # What the finders call the file that they restore from themselves.
 _OWN_FILES = (".lr_find", ".scale_batch_size")
-_HOOKS_OF_BATCHES = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-)
 
 
 def longest_accumulation(trainer: pl.Trainer) -> int:
@@ -62,24 +54,6 @@ def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
         elif isinstance(callback, TQDMProgressBar):
             # Without the total it shows "5/?".
             TQDMProgressBar.on_train_epoch_start(callback, trainer, module)
-
-
-def leave_out_empty_hooks(callback: pl.Callback) -> None:
-    """Have Lightning leave out those hooks of every batch that a callback does not override.
-
-    To call a hook that does nothing takes two microseconds, a part of them in the profiler. Lightning calls hooks that
-    are callable: in the callback itself None takes their place, while ``super()`` in a subclass still finds them.
-    """
-    for name in _HOOKS_OF_BATCHES:
-        if getattr(type(callback), name) is getattr(pl.Callback, name):
-            vars(callback).setdefault(name, None)
-
-
-def take_in_empty_hooks(callback: pl.Callback) -> None:
-    """Undo :func:`leave_out_empty_hooks`."""
-    for name in _HOOKS_OF_BATCHES:
-        if name in vars(callback) and vars(callback)[name] is None:
-            del vars(callback)[name]
 
 
 def finish_averaging(trainer: pl.Trainer) -> None:

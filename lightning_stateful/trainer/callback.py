@@ -177,7 +177,6 @@ class StatefulDataCallback(pl.Callback):
         optimizer_steps.forget_steps(trainer)
         module_changes.end_watching(trainer)
         self._results.generators.end_watching(trainer)
-        other_callbacks.take_in_empty_hooks(self)
         self._signals.end()
         self.settings.ledger.close()
         if isinstance(self._phase, Resumed) and stage == "fit":
@@ -437,7 +436,6 @@ class StatefulDataCallback(pl.Callback):
         optimizer_steps.watch_steps(trainer)
         self._results.generators.watch(trainer)
         self._signals.begin(trainer)
-        other_callbacks.leave_out_empty_hooks(self)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""

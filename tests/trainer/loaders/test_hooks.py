@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _replace_dunder_methods
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.profilers import SimpleProfiler
 from support.ledger import LedgerModel, Numbers, trained
 from support.runs import quiet_trainer, train
 from support.sampler_cases import PlainData
@@ -37,16 +36,6 @@ from lightning_stateful.trainer.loader_proxy import LoaderProxy
 class Rows(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(Numbers(6).__getitem__, range(6))
-
-
-class Counting(StatefulDataCallback):
-    """Overrides a hook that the callback itself has no use for."""
-
-    num_backward = 0
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        self.num_backward += 1
-        super().on_before_backward(trainer, pl_module, loss)
 
 
 class Told(Sampler[int]):
@@ -311,20 +300,3 @@ def test_a_dataset_that_hooks_change_is_seen_by_workers_as_without_this_package(
         return [event[-1] for event in trained(model.ledger)]
 
     assert ids(StatefulDataCallback()) == ids()
-
-
-@pytest.mark.parametrize("kind", [StatefulDataCallback, Counting])
-def test_hooks_of_batches_that_do_nothing_are_left_out_while_it_trains(kind: type[StatefulDataCallback]) -> None:
-    callback, profiler = kind(), SimpleProfiler()
-
-    trainer = quiet_trainer(callback, profiler=profiler)
-    trainer.fit(LedgerModel(), DataLoader(Numbers(6), batch_size=2), DataLoader(Numbers(2), batch_size=2))
-
-    prefix = f"[Callback]{callback.state_key}."
-    called = {name.removeprefix(prefix) for name in profiler.recorded_durations if name.startswith(prefix)}
-    assert {"on_train_batch_start", "on_train_batch_end"} <= called
-    empty = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
-    empty |= {"on_validation_batch_start", "on_validation_batch_end"}
-    assert called & empty == ({"on_before_backward"} if kind is Counting else set())
-    assert getattr(callback, "num_backward", 3) == 3
-    assert not empty & vars(callback).keys()
