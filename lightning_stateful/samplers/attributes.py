@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -235,11 +235,15 @@ def variables_in(code: CodeType) -> frozenset[str]:
 
 
 def parts_of_class(kind: type) -> list[Part]:
-    """Generators that are attributes of a class, and the functions of one that is the user's."""
+    """Generators that attributes of a class are, or bind, and the functions of one that is the user's."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
         parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
     return sorted(parts, key=lambda part: part[0])
+
+
+# What may bind a generator, and is called as a method.
+_BINDING = (partial, partialmethod, MethodType, BuiltinFunctionType)
 
 
 def _parts_in_class(kind: type) -> list[Part]:
@@ -248,7 +252,7 @@ def _parts_in_class(kind: type) -> list[Part]:
         function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
         if identity_of(part) is not None:
             parts.append((name, part, vars(kind), name))
-        elif isinstance(function, FunctionType) and is_users(function.__module__):
+        elif isinstance(function, _BINDING) or (isinstance(function, FunctionType) and is_users(function.__module__)):
             parts.append((name, function, None, None))
     return parts
 
