@@ -250,6 +250,7 @@ def _parts_in_class(kind: type) -> list[Part]:
     parts: list[Part] = []
     for name, part in vars(kind).items():
         function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+        function = part.fget if isinstance(part, property) else function
         if identity_of(part) is not None:
             parts.append((name, part, vars(kind), name))
         elif isinstance(function, _BINDING) or (isinstance(function, FunctionType) and is_users(function.__module__)):
@@ -318,10 +319,10 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     for module, held in modules:
         yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
     yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
-    yield from ((f"{part.__qualname__}.{name}", value) for name, value in _defaults_of(part).items())
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in defaults_of(part).items())
 
 
-def _defaults_of(function: FunctionType) -> dict[str, Any]:
+def defaults_of(function: FunctionType) -> dict[str, Any]:
     """Default arguments of a function, by name."""
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
