@@ -219,7 +219,7 @@ class BatchReader:
         batches.begin(plan, rank)
         first = next(iter(batches))
         loader, dataset = self.loader, self._dataset
-        dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held)
+        dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
         if loader.num_workers:
