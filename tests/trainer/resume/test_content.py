@@ -111,6 +111,34 @@ def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -
         train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
 
 
+class CountsOutside(Hidden):
+    """Counts in its class, in a variable of the module, and in a default argument."""
+
+    count = 0
+
+    def __getitem__(self, index: int, reads: list[int] = [0]) -> dict[str, torch.Tensor]:  # noqa: B006  # as users do
+        global NUM_READ
+        NUM_READ += 1
+        reads[0] += 1
+        CountsOutside.count += 1
+        return super().__getitem__(index)
+
+    def counts(self) -> Any:
+        default: Any = type(self).__getitem__.__defaults__
+        return NUM_READ, CountsOutside.count, *default[0]
+
+
+NUM_READ = 0
+
+
+def test_what_is_counted_outside_of_the_dataset_is_put_back_too(tmp_path: Path) -> None:
+    path, dataset = tmp_path / "stop.ckpt", CountsOutside()
+    stopped(path, lambda: module(dataset), epoch=1, batch=3)
+    reads = dataset.counts()
+    train(lambda: module(CountsOutside()), ckpt_path=path)
+    assert dataset.counts() == tuple(count + 14 + 22 for count in reads)
+
+
 class Counts(Hidden):
     """Takes a number from a place that nothing can put back, and adds it if ``step`` is not 0."""
 
