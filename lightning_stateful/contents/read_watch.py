@@ -6,6 +6,8 @@ import ctypes
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import count, islice
 from operator import is_, le
 from types import FunctionType, ModuleType
@@ -16,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.kept_samples import KeptSamples
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
@@ -70,20 +73,30 @@ class ReadWatch:
 
     Args:
         dataset: The dataset.
-
-    Attributes:
-        is_over: Whether nothing is looked at any more.
+        keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self.is_over = False
+    def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
+        self._dataset, self._keeps = dataset, keeps
+        self._is_over, self._kept = False, KeptSamples(dataset, _held)
+        self._kept.is_over = not keeps
         self._num_looks = 0
         self._changes: dict[_Name, list[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
-        return vars(ReadWatch(self._dataset)) | {"is_over": self.is_over}
+        made = ReadWatch(self._dataset, keeps=self._keeps)
+        made.is_over = self.is_over or made.is_over
+        return vars(made)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is looked at any more."""
+        return self._is_over and self._kept.is_over
+
+    @is_over.setter
+    def is_over(self, is_over: bool) -> None:
+        self._is_over = self._kept.is_over = is_over
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Read samples, and look at what that changes.
@@ -94,14 +107,16 @@ class ReadWatch:
         Warns:
             StatefulWarning: The dataset remembers what was read; once, in the first worker.
         """
-        if self.is_over:
+        if not self._kept.is_over:
+            read = partial(self._kept, read)
+        if self._is_over:
             return read()
         before = self._snapshot()
         samples = read()
         if found := self._look(before):
             self._warn(found)
-        self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
-        if self.is_over:
+        self._is_over = self._is_over or self._num_looks >= _NUM_LOOKS
+        if self._is_over:
             # Nothing of the user's is kept alive.
             self._changes = {}
         return samples
@@ -111,13 +126,13 @@ class ReadWatch:
             return _snapshot(self._dataset)
         except Exception:
             # A thread of the user's may change a container meanwhile: no look at it ends a run.
-            self.is_over = True
+            self._is_over = True
             return {}
 
     def _look(self, before: dict[_Name, Any]) -> list[_Name]:
         """The counts and queues that are carried over, if a look shows some."""
         now, self._num_looks = self._snapshot(), self._num_looks + 1
-        if self.is_over:
+        if self._is_over:
             return []
         for name, change in _changes(before, now).items():
             self._changes.setdefault(name, []).append(change)
@@ -135,7 +150,7 @@ class ReadWatch:
         return is_used and (is_counted or not is_number)
 
     def _warn(self, names: list[_Name]) -> None:
-        self.is_over = True
+        self._is_over = True
         worker = get_worker_info()
         if worker is None or worker.id == 0:
             warnings.warn(
@@ -153,12 +168,14 @@ def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
         Of each the class or function that holds it, its name, and whether the code that reads samples uses it.
     """
     found = []
-    for name, value in _held(dataset):
-        copied = _copied(value)
-        if isinstance(copied, _Moving) or (_is_shared(value) and copied is not value):
-            is_counted, is_used = _uses(dataset, name)
-            if is_counted or (is_used and isinstance(copied, _Moving)):
-                found.append((name.holder, name.attribute, is_used))
+    # A thread of the user's may change a container meanwhile.
+    with suppress(Exception):
+        for name, value in _held(dataset):
+            copied = _copied(value)
+            if isinstance(copied, _Moving) or (_is_shared(value) and copied is not value):
+                is_counted, is_used = _uses(dataset, name)
+                if is_counted or (is_used and isinstance(copied, _Moving)):
+                    found.append((name.holder, name.attribute, is_used))
     return found
 
 

@@ -180,7 +180,8 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
-        self._reads = ReadWatch(dataset) if watches_collate else None
+        keeps = not options["num_workers"] or options["persistent_workers"]
+        self._reads = ReadWatch(dataset, keeps=keeps) if watches_collate else None
         is_repeatable = seed is None or not any(is_used for *_, is_used in moved_for_good(dataset))
         roots = {"dataset": dataset, "collate_fn": options.get("collate_fn"), "worker_init_fn": begin}
         self._held = HeldGenerators(is_repeatable=is_repeatable, **roots)

@@ -273,7 +273,7 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
     (warning,) = said
     assert words in warning
     assert "derive it from the index and the epoch" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options, **more: None)
     assert str(read(make())[0]) == str(batches)
 
 
@@ -281,7 +281,7 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
 def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, said = read(HARMLESS[name](), shuffle=True)
     assert said == []
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options, **more: None)
     assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
 
 
