@@ -18,8 +18,6 @@ from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 T = TypeVar("T")
 # Longer lists are data, and not looked at.
 _MOST_ITEMS = 2**16
-# The generators that all code in the process shares.
-_SHARED: list[Any] = [torch.default_generator, vars(random)["_inst"], np.random.mtrand._rand]
 
 
 class KeptSamples:
@@ -42,7 +40,8 @@ class KeptSamples:
         self.is_over = False
         # Containers that were filled while random numbers were drawn, by name; None before the first batch.
         self._filled: dict[Any, Any] | None = None
-        self._generators = _SHARED
+        # Those that it holds.
+        self._generators: list[Any] = []
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Read samples, and look at what that changes.
@@ -60,17 +59,15 @@ class KeptSamples:
             self._compare(*before, *now)
         return samples
 
-    def _look(self) -> tuple[dict[Any, tuple[int, Any]], list[str]] | None:
+    def _look(self) -> tuple[dict[Any, tuple[int, Any]], Any] | None:
         """The sizes of containers, and the states of generators."""
         try:
             if self._filled is None:
                 places = reached({"dataset": self._dataset})
-                own = [place.value for place in places if isinstance(place.value, GENERATORS)]
-                self._generators = [*_SHARED, *own]
+                self._generators = [place.value for place in places if isinstance(place.value, GENERATORS)]
             held = self._held(self._dataset) if self._filled is None else self._filled.items()
-            return {name: (_size(value), value) for name, value in held}, list(
-                map(state_of_generator, self._generators)
-            )
+            states = _states_of_process(), list(map(state_of_generator, self._generators))
+            return {name: (_size(value), value) for name, value in held}, states
         except Exception:
             # A thread of the user's may change a container meanwhile, and a generator may have no state.
             self.is_over = True
@@ -79,9 +76,9 @@ class KeptSamples:
     def _compare(
         self,
         before: dict[Any, tuple[int, Any]],
-        states: list[str],
+        states: Any,
         now: dict[Any, tuple[int, Any]],
-        states_now: list[str],
+        states_now: Any,
     ) -> None:
         grown = {name: value for name, (size, value) in now.items() if size > before.get(name, (0, None))[0]}
         has_drawn = states != states_now
@@ -100,6 +97,12 @@ class KeptSamples:
                 StatefulWarning,
                 stacklevel=2,
             )
+
+
+def _states_of_process() -> tuple[Any, ...]:
+    """The states of the CPU generators that all code in the process shares, to be compared."""
+    _, words, *of_numpy = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(words).tobytes(), of_numpy
 
 
 def _size(value: Any) -> int:
