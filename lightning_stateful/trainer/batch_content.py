@@ -348,7 +348,8 @@ def _settings_of(loader: StatefulLoader) -> dict[str, str]:
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
     remedy = (
         f"{name} is not what it was when the checkpoint was written: the data or their transforms are others, "
-        "or in another order. Sort the files, pass a seed to random_split or shuffle; what a hook sets in the dataset, "
+        "or in another order, or a cache held samples that were drawn at random. Sort the files, "
+        "pass a seed to random_split or shuffle; what a hook sets in the dataset, "
         f"set it again in on_train_start; or accept the change with accept=({PATH!r},)."
     )
     return Difference(path=path, saved=f"{name}, {saved}", present=f"{name}, {present}", remedy=remedy)
