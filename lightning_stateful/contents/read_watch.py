@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import dis
+import ctypes
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from contextlib import suppress
+from functools import partial
+from itertools import count, islice
 from operator import is_, le
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
+from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.kept_samples import KeptSamples
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import (
     BUILT_IN,
     Place,
     attributes_of,
     closure_of,
+    defaults_of,
     is_users,
     named_outside,
     names_in,
@@ -28,8 +33,9 @@ from lightning_stateful.samplers.attributes import (
 )
 
 T = TypeVar("T")
-# Batches after which nothing is looked at any more, and the changes by which one carries something over.
-_NUM_LOOKS, _LEAST_CHANGES = 6, 4
+# Batches after which nothing is looked at any more, and the changes by which one carries something over: of a
+# container, and of what code counts up or moves on.
+_NUM_LOOKS, _LEAST_CHANGES, _LEAST_COUNTED = 6, 4, 2
 _MOST_HOLDERS, _MOST_ITEMS = 256, 2048
 
 
@@ -47,29 +53,50 @@ class _Name(NamedTuple):
     attribute: str
 
 
+class _Moving(NamedTuple):
+    """The position of an iterator, which cannot be put back.
+
+    Attributes:
+        position: It, or another object each time where only ``next()`` would tell.
+    """
+
+    position: Any
+
+
 class ReadWatch:
     """Looks at what a map-style dataset holds before and after each of the first batches that a process reads.
 
-    Looked at are numbers, strings, tensors and containers in attributes of objects of the user's classes, in closures,
-    and in variables of modules and classes that their methods name. Counts and queues that nearly every batch changes
-    are warned of, if the code that reads samples uses them otherwise than to count. Nothing is read for that.
+    Looked at are numbers, strings, tensors, containers, iterators and values in shared memory: in attributes of objects
+    of the user's classes, in closures, in default arguments, and in variables of modules and classes that their methods
+    name. Counts, iterators and queues that nearly every batch changes are warned of, if the code that reads samples
+    uses them otherwise than to count. Nothing is read for that.
 
     Args:
         dataset: The dataset.
-
-    Attributes:
-        is_over: Whether nothing is looked at any more.
+        keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self.is_over = False
+    def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
+        self._dataset, self._keeps = dataset, keeps
+        self._is_over, self._kept = False, KeptSamples(dataset, _held)
+        self._kept.is_over = not keeps
         self._num_looks = 0
         self._changes: dict[_Name, list[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
-        return vars(ReadWatch(self._dataset)) | {"is_over": self.is_over}
+        made = ReadWatch(self._dataset, keeps=self._keeps)
+        made.is_over = self.is_over or made.is_over
+        return vars(made)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is looked at any more."""
+        return self._is_over and self._kept.is_over
+
+    @is_over.setter
+    def is_over(self, is_over: bool) -> None:
+        self._is_over = self._kept.is_over = is_over
 
     def __call__(self, read: Callable[[], T]) -> T:
         """Read samples, and look at what that changes.
@@ -80,14 +107,16 @@ class ReadWatch:
         Warns:
             StatefulWarning: The dataset remembers what was read; once, in the first worker.
         """
-        if self.is_over:
+        if not self._kept.is_over:
+            read = partial(self._kept, read)
+        if self._is_over:
             return read()
         before = self._snapshot()
         samples = read()
         if found := self._look(before):
             self._warn(found)
-        self.is_over = self.is_over or self._num_looks >= _NUM_LOOKS
-        if self.is_over:
+        self._is_over = self._is_over or self._num_looks >= _NUM_LOOKS
+        if self._is_over:
             # Nothing of the user's is kept alive.
             self._changes = {}
         return samples
@@ -97,13 +126,13 @@ class ReadWatch:
             return _snapshot(self._dataset)
         except Exception:
             # A thread of the user's may change a container meanwhile: no look at it ends a run.
-            self.is_over = True
+            self._is_over = True
             return {}
 
     def _look(self, before: dict[_Name, Any]) -> list[_Name]:
         """The counts and queues that are carried over, if a look shows some."""
         now, self._num_looks = self._snapshot(), self._num_looks + 1
-        if self.is_over:
+        if self._is_over:
             return []
         for name, change in _changes(before, now).items():
             self._changes.setdefault(name, []).append(change)
@@ -111,16 +140,17 @@ class ReadWatch:
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""
-        is_often = len(changes) >= _LEAST_CHANGES and self._num_looks in (len(changes), _NUM_LOOKS)
-        if not is_often or not _is_count_or_queue(changes):
+        is_moving, is_number = (isinstance(changes[-1][1], kinds) for kinds in (_Moving, (int, float)))
+        least = _LEAST_COUNTED if is_moving or is_number else _LEAST_CHANGES
+        is_often = len(changes) >= least and self._num_looks in (len(changes), _NUM_LOOKS)
+        if not is_often or not (is_moving or _is_count_or_queue(changes)):
             return False
-        is_number = isinstance(changes[-1][1], (int, float))
-        is_counted, is_used = _uses(self._dataset, name.attribute.rpartition(".")[2])
+        is_counted, is_used = _uses(self._dataset, name)
         # A number that is set, and not counted up, is mostly the index in hand.
         return is_used and (is_counted or not is_number)
 
     def _warn(self, names: list[_Name]) -> None:
-        self.is_over = True
+        self._is_over = True
         worker = get_worker_info()
         if worker is None or worker.id == 0:
             warnings.warn(
@@ -131,6 +161,28 @@ class ReadWatch:
             )
 
 
+def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
+    """Iterators that reading samples may move on, and counts in shared memory: a second reading would, too.
+
+    Returns:
+        Of each the class or function that holds it, its name, and whether the code that reads samples uses it.
+    """
+    found = []
+    # A thread of the user's may change a container meanwhile.
+    with suppress(Exception):
+        for name, value in _held(dataset):
+            copied = _copied(value)
+            if isinstance(copied, _Moving) or (_is_shared(value) and copied is not value):
+                is_counted, is_used = _uses(dataset, name)
+                if is_counted or (is_used and isinstance(copied, _Moving)):
+                    found.append((name.holder, name.attribute, is_used))
+    return found
+
+
+def _uses(dataset: Any, name: _Name) -> tuple[bool, bool]:
+    return uses_of(dataset, name.attribute.rpartition(".")[2], is_variable=not name.way)
+
+
 def _joined(names: list[_Name]) -> str:
     """The names of the first one's holder, three at most."""
     return " and ".join([repr(name.attribute) for name in names if name[:2] == names[0][:2]][:3])
@@ -138,14 +190,17 @@ def _joined(names: list[_Name]) -> str:
 
 def _snapshot(dataset: Any) -> dict[_Name, Any]:
     """What the user's objects hold, by name: values, and shallow copies of containers."""
+    return {name: _copied(value) for name, value in _held(dataset)}
+
+
+def _held(dataset: Any) -> Iterator[tuple[_Name, Any]]:
     outside: dict[str, Any] = named_outside(dataset)
-    found = {_Name("", type(dataset).__qualname__, name): _copied(item) for name, item in outside.items()}
+    yield from ((_Name("", type(dataset).__qualname__, name), item) for name, item in outside.items())
     for value, place in islice(_users(dataset), _MOST_HOLDERS):
         is_function = isinstance(value, FunctionType)
         held = _named_by(value) if is_function else attributes_of(value)
         holder = value.__qualname__ if is_function else type(value).__qualname__
-        found |= {_Name(_way(place), holder, name): _copied(item) for name, item in held.items()}
-    return found
+        yield from ((_Name(_way(place), holder, name), item) for name, item in held.items())
 
 
 def _users(dataset: Any) -> Iterator[tuple[Any, Place]]:
@@ -173,10 +228,10 @@ def _way(place: Place) -> str:
 def _named_by(function: FunctionType) -> dict[str, Any]:
     """Values of a function's closure, and those of its module that it names."""
     held = {name: function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__}
-    return held | closure_of(function)
+    return held | closure_of(function) | defaults_of(function)
 
 
-_KINDS = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray, np.generic)
+_KINDS = (_Moving, list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray, np.generic)
 
 
 def _is_looked_at(value: Any) -> bool:
@@ -184,7 +239,12 @@ def _is_looked_at(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A value, or a shallow copy of a container: of a long one the first and last items."""
+    """A value, or a shallow copy of a container, of a long one the first and last items; where an iterator stands."""
+    value = _in_shared_memory(value)
+    if type(value) is count:
+        return _Moving(repr(value))
+    if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+        return _Moving(object())
     if isinstance(value, (torch.Tensor, np.ndarray)):
         # Memory that is written again for each batch is no memory of what was read; another array in its place may be.
         is_count = (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
@@ -198,6 +258,23 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [len(value), *value[:_MOST_ITEMS], *value[-_MOST_ITEMS:]]
     return value
+
+
+# Modules of iterators that hold a position of their own, which files do not: they are opened again.
+_ITERATORS = ("builtins", "itertools")
+
+
+def _in_shared_memory(value: Any) -> Any:
+    """The number or numbers in a value of multiprocessing's or ctypes's; any other value itself."""
+    held = vars(value).get("_obj") if type(value).__module__ == "multiprocessing.sharedctypes" else value
+    if isinstance(held, ctypes._SimpleCData):
+        return held.value
+    return list(held) if isinstance(held, ctypes.Array) else value
+
+
+def _is_shared(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.is_shared() if is_tensor else _in_shared_memory(value) is not value
 
 
 def _changes(before: dict[_Name, Any], now: dict[_Name, Any]) -> dict[_Name, tuple[Any, Any]]:
@@ -229,66 +306,6 @@ def _is_added_to(was: Any, now: Any) -> bool:
     if isinstance(was, frozenset) and isinstance(now, frozenset):
         return was <= now
     return type(was) is type(now) and isinstance(was, (list, tuple)) and _is_same(was, now[: len(was)])
-
-
-# Functions by which samples are read, and those that only put something into a container.
-_READ, _PUT = {"__getitem__", "__getitems__", "__call__", "forward"}, {"append", "appendleft", "add", "extend"}
-_LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
-_BY_NAME = {"getattr", "vars", "__dict__", "__getstate__", "deepcopy", "copy"}
-
-
-def _uses(dataset: Any, name: str) -> tuple[bool, bool]:
-    """Whether code that reads samples counts an attribute or variable up, and whether it does more with it than that.
-
-    Nothing more is done by ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, where
-    nothing else in the functions that the reading may call names it.
-    """
-    places = [place for place in reached({"dataset": dataset}) if isinstance(place.value, FunctionType)]
-    functions = [place.value for place in places if is_users(place.value.__module__)]
-    called = {*_READ, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
-    while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
-        called |= more
-    found = [_uses_in(one.__code__, name) for one in functions if one.__name__ in called]
-    by_name = bool(called & _BY_NAME)
-    return any(counted for counted, _ in found), by_name or any(used for _, used in found)
-
-
-def _is_method(place: Place) -> bool:
-    above = place.above
-    return above is not None and getattr(type(above.value), place.value.__name__, None) is place.value
-
-
-def _uses_in(code: CodeType, name: str) -> tuple[bool, bool]:
-    """Whether code counts what it calls by a name, and whether it does more with it."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
-    stored = {step.argval for step in steps if step.opname.startswith("STORE_")}
-    counts = uses = False
-    for number, step in enumerate(steps):
-        if step.argval != name or step.opname not in _LOADS:
-            continue
-        behind = [*steps[number + 1 : number + 4], *[step] * 3]
-        # Of an augmented assignment the object is on the stack twice.
-        is_counted = steps[number - 1].opname in ("COPY", "DUP_TOP") and name in stored
-        is_summed = behind[2].opname.startswith("STORE_") and behind[2].argval == name
-        is_counted = is_counted or is_summed or _is_item_counted(steps[number + 1 :])
-        # Made where it is None, and kept where it is not.
-        is_made = "NONE" in behind[0].opname or (behind[1].opname.startswith("STORE_") and behind[1].argval == name)
-        counts = counts or is_counted
-        uses = uses or not (is_counted or is_made or behind[0].argval in _PUT)
-    inner = [_uses_in(part, name) for part in code.co_consts if isinstance(part, CodeType)]
-    return counts or any(one for one, _ in inner), uses or any(one for _, one in inner)
-
-
-def _is_item_counted(steps: list[dis.Instruction]) -> bool:
-    """Whether steps behind the loading of a container are those of ``container[key] += number``, for any key."""
-    depth = 1
-    for step, following in pairwise(steps):
-        if depth == 2 and (step.opname == "DUP_TOP_TWO" or step.opname == following.opname == "COPY"):
-            return True
-        depth += dis.stack_effect(step.opcode, step.arg)
-        if depth < 2:
-            return False
-    return False
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:

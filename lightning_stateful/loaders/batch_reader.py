@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stateful.contents.held_state import CollateWatch, HeldState
-from lightning_stateful.contents.read_watch import ReadWatch
+from lightning_stateful.contents.read_watch import ReadWatch, moved_for_good
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
@@ -30,6 +30,7 @@ from lightning_stateful.loaders.planned_batches import (
 )
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
+from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
 # Attributes of a DataLoader that say what it reads, and not how.
@@ -179,8 +180,11 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
-        self._reads = ReadWatch(dataset) if watches_collate else None
-        self._held = HeldGenerators(dataset=dataset, collate_fn=options.get("collate_fn"), worker_init_fn=begin)
+        keeps = not options["num_workers"] or options["persistent_workers"]
+        self._reads = ReadWatch(dataset, keeps=keeps) if watches_collate else None
+        is_repeatable = seed is None or not any(is_used for *_, is_used in moved_for_good(dataset))
+        roots = {"dataset": dataset, "collate_fn": options.get("collate_fn"), "worker_init_fn": begin}
+        self._held = HeldGenerators(is_repeatable=is_repeatable, **roots)
         users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
@@ -219,20 +223,21 @@ class BatchReader:
         batches.begin(plan, rank)
         first = next(iter(batches))
         loader, dataset = self.loader, self._dataset
-        dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held)
+        dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
         if loader.num_workers:
             how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
-        held = None if loader.num_workers else HeldState(self._dataset, loader.collate_fn)
-        if held is not None and not held.is_whole:
+        held: list[Any] = [] if loader.num_workers else [HeldState(self._dataset, loader.collate_fn)]
+        if held and not held[0].is_whole:
             return None
+        held += [OutsideValues(self._dataset)] if held else []
         try:
             with keep_randomness():
                 return list(DataLoader(dataset, generator=torch.Generator(), **how))
         finally:
-            if held is not None:
-                held.restore()
+            for one in held:
+                one.restore()
 
     @property
     def _is_own(self) -> bool:

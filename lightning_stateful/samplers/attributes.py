@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -235,20 +235,25 @@ def variables_in(code: CodeType) -> frozenset[str]:
 
 
 def parts_of_class(kind: type) -> list[Part]:
-    """Generators that are attributes of a class, and the functions of one that is the user's."""
+    """Generators that attributes of a class are, or bind, and the functions of one that is the user's."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
         parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
     return sorted(parts, key=lambda part: part[0])
 
 
+# What may bind a generator, and is called as a method.
+_BINDING = (partial, partialmethod, MethodType, BuiltinFunctionType)
+
+
 def _parts_in_class(kind: type) -> list[Part]:
     parts: list[Part] = []
     for name, part in vars(kind).items():
         function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+        function = part.fget if isinstance(part, property) else function
         if identity_of(part) is not None:
             parts.append((name, part, vars(kind), name))
-        elif isinstance(function, FunctionType) and is_users(function.__module__):
+        elif isinstance(function, _BINDING) or (isinstance(function, FunctionType) and is_users(function.__module__)):
             parts.append((name, function, None, None))
     return parts
 
@@ -314,10 +319,10 @@ def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
     for module, held in modules:
         yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
     yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
-    yield from ((f"{part.__qualname__}.{name}", value) for name, value in _defaults_of(part).items())
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in defaults_of(part).items())
 
 
-def _defaults_of(function: FunctionType) -> dict[str, Any]:
+def defaults_of(function: FunctionType) -> dict[str, Any]:
     """Default arguments of a function, by name."""
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]

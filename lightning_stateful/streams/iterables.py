@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import OwnRandomness, keep_randomness, seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -102,7 +102,8 @@ class IterableConfig:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
-        self.told[0].tell(self._holders(), epoch)
+        with OwnRandomness(mixed_seed(self.seed, epoch)):  # On all ranks and workers alike.
+            self.told[0].tell(self._holders(), epoch)
         self.warn_of_others(epoch)
 
     def warn_of_others(self, epoch: int) -> None:

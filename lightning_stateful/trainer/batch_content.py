@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch
 from lightning_stateful.contents.held_state import HeldState, changed_names
+from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -272,8 +274,14 @@ class BatchContent:
             if saved["read_by"] != _read_by(loader) or saved["settings"] != self._changed_settings(path):
                 # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
                 return None
+            if moved := moved_for_good(loader.dataset):
+                if not is_first:
+                    _say_moved(name, moved)
+                return None
             try:
                 read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
+            except StatefulWarning:
+                raise
             except Exception as error:
                 if not is_first:
                     rank_zero_info(f"{name} of the checkpoint could not be read again, and was not compared: {error!r}")
@@ -294,6 +302,22 @@ class BatchContent:
                 category=StatefulWarning,
             )
         return None
+
+
+def _say_moved(name: str, moved: Collection[tuple[str, str, bool]]) -> None:
+    """Say that a batch was not compared, and warn where samples may depend on what reading it would have moved."""
+    holder, attribute, is_used = max(moved, key=itemgetter(2))
+    said = (
+        f"{holder} changes {attribute!r} whenever samples are read. Nothing can put that back, so {name} was not "
+        "compared on the resume."
+    )
+    if is_used:
+        more = (
+            "No checkpoint has it: if samples depend on it, the resume is not exact. Derive them from index and epoch."
+        )
+        rank_zero_warn(f"{said} {more}", category=StatefulWarning)
+    else:
+        rank_zero_info(said)
 
 
 def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -324,7 +348,8 @@ def _settings_of(loader: StatefulLoader) -> dict[str, str]:
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
     remedy = (
         f"{name} is not what it was when the checkpoint was written: the data or their transforms are others, "
-        "or in another order. Sort the files, pass a seed to random_split or shuffle; what a hook sets in the dataset, "
+        "or in another order, or a cache held samples that were drawn at random. Sort the files, "
+        "pass a seed to random_split or shuffle; what a hook sets in the dataset, "
         f"set it again in on_train_start; or accept the change with accept=({PATH!r},)."
     )
     return Difference(path=path, saved=f"{name}, {saved}", present=f"{name}, {present}", remedy=remedy)

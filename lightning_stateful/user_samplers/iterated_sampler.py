@@ -327,7 +327,8 @@ class ToldEpochs:
     """Remembers what objects held when they were told an epoch last, or before that at first.
 
     Whether somebody else has called ``set_epoch`` since shows in their attribute ``epoch``. Of one without that,
-    attributes that ``set_epoch`` sets hold something else than in a copy that is told the same epoch.
+    attributes that ``set_epoch`` sets hold something else than in a copy that is told the same epoch. Those that do not
+    follow from the epoch, as where ``set_epoch`` draws random numbers, show nothing.
 
     Args:
         holders: The objects, at first.
@@ -383,13 +384,15 @@ def _is_told_another(holder: Any, before: dict[str, Any], now: dict[str, Any], e
     found = []
     with suppress(Exception), keep_randomness():
         tried = SamplerCopy(holder).sampler
-        for epoch in (0, 1, *epochs) if tried is not holder else ():
+        for epoch in (0, 0, 1, *epochs) if tried is not holder else ():
             tried.set_epoch(epoch)
             found.append(_held_by(tried))
-    if len(found) < 2 + len(epochs):
+    if len(found) < 3 + len(epochs):
         return False
-    sets = [name for name in found[0] if found[0][name] != found[1].get(name)]
-    return any(now.get(name) not in [of.get(name) for of in (before, *found[2:])] for name in sets)
+    # Drawn by set_epoch, or counted up.
+    others = {name for name in found[0] if found[0][name] != found[1].get(name)} if epochs else ()
+    sets = [name for name in found[1] if found[1][name] != found[2].get(name) and name not in others]
+    return any(now.get(name) not in [of.get(name) for of in (before, *found[3:])] for name in sets)
 
 
 def _held_by(holder: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
@@ -113,13 +114,15 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
         return ()
     if isinstance(value, MethodType):
         return [("__self__", value.__self__)]
+    if isinstance(value, partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
     if isinstance(value, np.ndarray):
         return enumerate(value.flat) if value.dtype.hasobject and value.size <= LONG else ()
     if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
         return ()
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and (len(value) <= LONG or type(value) is dict):
-        items = [*value.items(), *(("key", key) for key in value)]
+        items = [*(("key", key) for key in value), *value.items()]
     elif isinstance(value, (list, tuple, set, deque)) and (len(value) <= LONG or type(value) in (list, tuple, set)):
         items = list(enumerate(value))
     # A subclass of a container has attributes beside its items.
@@ -129,9 +132,8 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
 def held_at(value: Any, path: Path) -> Any:
     """The object that names and numbers lead to; None where they lead nowhere."""
     for name in path:
-        held = dict(enumerate(value)) if type(value) in (list, tuple) else value if type(value) is dict else None
-        held = {"__self__": value.__self__} if isinstance(value, MethodType) else held
-        value = (attributes_of(value) if held is None else held).get(name)
+        # Those of a set have no fixed numbers.
+        value = None if isinstance(value, set) else dict(held_by(value)).get(name)
     return value
 
 

@@ -21,10 +21,11 @@ from torch.utils.data import (
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import Progress
-from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rng import OwnRandomness
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
@@ -418,7 +419,9 @@ class WrappedSampler:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""
         told_epoch = 0 if self.repeats_first_epoch else epoch
         if self.length == "len" and vars(self).get("_told_epoch", 0) != told_epoch and self.has_set_epoch:
-            self.memory.tell_epoch(self.sampler, self.dataset, told_epoch)
+            # As when it is iterated.
+            with OwnRandomness(derive_seed("sampler", self.seed, told_epoch, 0)):
+                self.memory.tell_epoch(self.sampler, self.dataset, told_epoch)
         vars(self)["_told_epoch"] = told_epoch
         return self.num_items
 

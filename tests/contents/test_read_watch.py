@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import random
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +152,79 @@ class Counts(Remembers):
 NUM_READ = 0
 
 
+def by_iterator(dataset: Any, index: int) -> int:
+    return index + int(next(dataset.turns))
+
+
+def by_shared(dataset: Any, index: int) -> int:
+    with dataset.shared.get_lock():
+        dataset.shared.value += 1
+    return index + int(dataset.shared.value)
+
+
+def by_shared_array(dataset: Any, index: int) -> int:
+    dataset.shared[0] = dataset.shared[0] + 1
+    return index + int(dataset.shared[0])
+
+
+def by_default() -> Any:
+    class ByDefault(Remembers):
+        """Counts in a default argument of one of its methods, by way of a property."""
+
+        @property
+        def flip(self) -> int:
+            return self.take()
+
+        def take(self, box: list[int] = [0]) -> int:  # noqa: B006  # as users write it
+            box[0] += 1
+            return box[0]
+
+        def __getitem__(self, index: int) -> int:
+            return index + self.flip
+
+    return ByDefault(len)
+
+
+def in_default() -> Any:
+    def read(dataset: Any, index: int, box: Any = deque(maxlen=3)) -> Any:  # noqa: B006  # as users write it
+        box.append(index)
+        return index, box[0]
+
+    return Remembers(read)
+
+
+def turns() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def logged(dataset: Any, index: int) -> int:
+    """Writes down how many it has read, now and then, and counts in all ways; the epoch is told by training."""
+    dataset.reads += 1
+    dataset.reads = dataset.reads + 1
+    dataset.seen[index % 2] = dataset.seen[index % 2] + 1
+    with dataset.shared.get_lock():
+        dataset.shared.value += 1
+    next(dataset.turns)
+    if dataset.reads % 10 == 0 and dataset.verbose:
+        print(f"{dataset.reads} and {dataset.shared.value} samples were read")
+        if dataset.reads > 30:
+            dataset.reads = 0
+    return index + int(dataset.epoch.value)
+
+
 HARMLESS = {
+    "logged": lambda: Remembers(
+        logged,
+        reads=0,
+        seen={0: 0, 1: 0},
+        shared=multiprocessing.Value("i", 0),
+        turns=itertools.count(),
+        epoch=multiprocessing.Value("i", 0),
+        verbose=True,
+    ),
     "counts": lambda: Counts(len, reads=0, by_key=[0, 0], times=deque(maxlen=9)),
     "open": lambda: Remembers(
         opened,
@@ -165,6 +239,13 @@ HARMLESS = {
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
 REMEMBERING = {
+    "iterator": (lambda: Remembers(by_iterator, turns=itertools.count()), "Remembers changes 'turns' whenever"),
+    "generator": (lambda: Remembers(by_iterator, turns=turns()), "Remembers changes 'turns' whenever"),
+    "cycle": (lambda: Remembers(by_iterator, turns=itertools.cycle(range(3))), "Remembers changes 'turns' whenever"),
+    "shared": (lambda: Remembers(by_shared, shared=multiprocessing.Value("i", 0)), "Remembers changes 'shared' when"),
+    "shared array": (lambda: Remembers(by_shared_array, shared=multiprocessing.Array("i", 2)), "changes 'shared' when"),
+    "default of a method": (by_default, "ByDefault.take.box' whenever"),
+    "default of a function": (in_default, "read changes 'box' whenever"),
     "count": (lambda: Remembers(by_reads, reads=0), "Remembers changes 'reads' whenever"),
     "counts by key": (lambda: Remembers(by_bins, reads=[0, 0]), "Remembers changes 'reads'"),
     "count of a transform": (lambda: Subset(Remembers(Transform()), range(SIZE)), "Transform changes 'calls'"),
@@ -192,7 +273,7 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
     (warning,) = said
     assert words in warning
     assert "derive it from the index and the epoch" in warning
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options, **more: None)
     assert str(read(make())[0]) == str(batches)
 
 
@@ -200,7 +281,7 @@ def test_what_is_remembered_is_warned_of_once_by_name(name: str, monkeypatch: py
 def test_what_is_open_cached_or_in_hand_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, said = read(HARMLESS[name](), shuffle=True)
     assert said == []
-    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options: None)
+    monkeypatch.setattr(batch_reader, "ReadWatch", lambda *options, **more: None)
     assert str(read(HARMLESS[name](), shuffle=True)[0]) == str(batches)
 
 

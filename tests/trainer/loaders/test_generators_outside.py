@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import random
@@ -82,6 +83,52 @@ class ByMethod(Drawn):
         return iter(self.draw(LENGTH).tolist())
 
 
+def permuted(rng: Any, length: int) -> Any:
+    return rng.permutation(length)
+
+
+def sampled(length: int, *, rng: random.Random) -> Any:
+    return rng.sample(range(length), length)
+
+
+class Bound:
+    """Has its generator in a partial."""
+
+    def __init__(self) -> None:
+        self.draw = functools.partial(permuted, np.random.default_rng(2))
+
+    def __call__(self, length: int) -> Any:
+        return self.draw(length)
+
+
+class ByPartial(Drawn):
+    """Holds its generator in a partial: at first, in a bound method of an object in another one, by a keyword."""
+
+    draws: Any
+
+    def __init__(self, dataset: Any = None) -> None:
+        first = functools.partial(permuted, np.random.default_rng(2))
+        second = functools.partial(Bound().__call__)
+        third = functools.partial(sampled, rng=random.Random(2))
+        self.draws = [first, second, third]
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(LENGTH)
+        for draw in self.draws:
+            order = order[draw(LENGTH)]
+        return iter(order.tolist())
+
+
+class PartialOfClass(Drawn):
+    """Its class has a partial with a generator, and one that becomes a method."""
+
+    first = functools.partial(permuted, np.random.default_rng(2))
+    second = functools.partialmethod(lambda self, rng, length: rng.permutation(length), np.random.RandomState(2))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(type(self).first(LENGTH)[self.second(LENGTH)].tolist())
+
+
 def of_closure() -> Drawn:
     rng = np.random.default_rng(0)
 
@@ -114,10 +161,10 @@ def over_its_dataset(kind: type[Drawn]) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     "make",
     [
-        *map(of, (OfModule, OfClass, InDict, OfDefault, of_closure)),
+        *map(of, (OfModule, OfClass, InDict, OfDefault, of_closure, ByPartial, PartialOfClass)),
         *map(over_its_dataset, (OfDataset, ByMethod)),
     ],
-    ids=["module", "class", "dict", "default argument", "closure", "dataset", "method"],
+    ids=["module", "class", "dict", "default argument", "closure", "partial", "partial of class", "dataset", "method"],
 )
 def test_a_sampler_that_draws_from_a_generator_elsewhere_resumes_exactly(
     tmp_path: Path, make: Callable[[int], Any]

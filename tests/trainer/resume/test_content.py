@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import Value
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -105,6 +109,90 @@ def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -
     stopped(path, lambda: module(Entropic(), num_workers=1), batch=3)
     with pytest.warns(StatefulWarning, match="Batch 0 of epoch 0 has another content whenever it is read"):
         train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
+
+
+class CountsOutside(Hidden):
+    """Counts in its class, in a variable of the module, and in a default argument."""
+
+    count = 0
+
+    def __getitem__(self, index: int, reads: list[int] = [0]) -> dict[str, torch.Tensor]:  # noqa: B006  # as users do
+        global NUM_READ
+        NUM_READ += 1
+        reads[0] += 1
+        CountsOutside.count += 1
+        return super().__getitem__(index)
+
+    def counts(self) -> Any:
+        default: Any = type(self).__getitem__.__defaults__
+        return NUM_READ, CountsOutside.count, *default[0]
+
+
+NUM_READ = 0
+
+
+def test_what_is_counted_outside_of_the_dataset_is_put_back_too(tmp_path: Path) -> None:
+    path, dataset = tmp_path / "stop.ckpt", CountsOutside()
+    stopped(path, lambda: module(dataset), epoch=1, batch=3)
+    reads = dataset.counts()
+    train(lambda: module(CountsOutside()), ckpt_path=path)
+    assert dataset.counts() == tuple(count + 14 + 22 for count in reads)
+
+
+class Counts(Hidden):
+    """Takes a number from a place that nothing can put back, and adds it if ``step`` is not 0."""
+
+    def __init__(self, place: Any, step: int = 1) -> None:
+        super().__init__()
+        self.place, self.step = place, step
+
+    def count(self) -> int:
+        if isinstance(self.place, Iterator):
+            return int(next(self.place))
+        self.place.value += 1
+        return int(self.place.value)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "id": torch.tensor(index + self.count() * self.step)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [itertools.count, lambda: Value("i", -1)], ids=["iterator", "shared memory"])
+def test_what_reading_moves_for_good_is_named_and_not_moved_by_a_look(
+    tmp_path: Path, make: Callable[[], Any], workers: int
+) -> None:
+    path, reads = tmp_path / "stop.ckpt", []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", StatefulWarning)
+        stopped(path, lambda: module(Counts(make(), step=0), num_workers=workers), batch=3)
+        before = len(said)
+        for options in ({}, {"check_content": False}):
+            dataset = Counts(make())
+            train(lambda: module(dataset, num_workers=workers, **options), ckpt_path=path, max_epochs=1)  # noqa: B023
+            reads.append(dataset.count())
+    assert reads[0] == reads[1]
+    words = "Counts changes 'place' whenever samples are read. Nothing can put that back, so Batch 0 of epoch 0 was not"
+    assert words in next(str(one.message) for one in said[before:] if issubclass(one.category, StatefulWarning))
+
+
+def test_a_count_that_samples_depend_on_is_named_on_a_resume_before_its_first_step(tmp_path: Path) -> None:
+    class Counted(Counts):
+        read_so_far = 0
+
+        def count(self) -> int:
+            self.read_so_far += 1
+            return self.read_so_far
+
+    path, dataset = tmp_path / "stop.ckpt", Counted(None)
+    with pytest.warns(StatefulWarning, match="Counted changes 'read_so_far' whenever"):
+        stopped(path, lambda: module(Counted(None, step=0)), batch=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", StatefulWarning)
+        train(lambda: module(dataset), ckpt_path=path, max_epochs=1)
+    first, second = (str(one.message) for one in said if issubclass(one.category, StatefulWarning))
+    assert "Counted changes 'read_so_far' whenever samples are read" in first
+    assert "Batch 0 of epoch 0 has another content whenever it is read" in second
+    assert dataset.read_so_far == 2 * 2
 
 
 def test_a_dataset_that_is_told_the_epoch_is_compared_in_the_same_epoch_alone(tmp_path: Path) -> None:
