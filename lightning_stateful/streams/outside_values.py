@@ -102,6 +102,11 @@ class OutsideValues:
             if (copied := _copied(value)) is not None:
                 self._contents[id(value)] = name, value, copied
 
+    def variables(self) -> dict[str, tuple[Any, Any]]:
+        """The variables as they are now, by name: a cell, class, or dict of a module, and the value in it."""
+        now = {name: (at[0], _read(at)) for name, (at, _) in self._variables.items()}
+        return {name: found for name, found in now.items() if found[1] is not _NOTHING}
+
     def restore(self) -> None:
         """Put everything back as it was."""
         for at, value in self._variables.values():

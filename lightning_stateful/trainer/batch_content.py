@@ -35,6 +35,7 @@ class BatchContent:
 
     Args:
         loaders: The loaders, by path.
+        build: Gives what the method reads which builds the loaders; None where it is not called again.
 
     State:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
@@ -45,7 +46,7 @@ class BatchContent:
         settings: Attributes of the datasets that hooks set.
     """
 
-    def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
+    def __init__(self, loaders: Mapping[str, AnyLoader], build: Callable[[], dict[str, str]] | None = None) -> None:
         self._num_loaders = len(loaders)
         self._map_style = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
         # A user's sampler would have to be iterated to read a batch of it again.
@@ -57,7 +58,7 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
-        self.settings = DatasetSettings(self._map_style)
+        self.settings = DatasetSettings(self._map_style, build)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -173,6 +174,7 @@ class BatchContent:
         else:
             self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
         if is_rebuilt_now(trainer):
+            self.settings.note_build()
             # These loaders are not read again, so that nothing else is compared.
             self._is_over = False
             for path, now in changed.items() if trainer.is_global_zero else ():

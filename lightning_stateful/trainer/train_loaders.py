@@ -35,6 +35,7 @@ from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer.batch_content import BatchContent
+from lightning_stateful.trainer.dataset_settings import builder_of
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -155,7 +156,7 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
-        self.content = BatchContent(self.combined.loaders)
+        self.content = BatchContent(self.combined.loaders, builder_of(trainer))
         # Compares the content of a checkpoint's batches, before the first one of a resume is read.
         self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
@@ -219,6 +220,11 @@ class TrainLoaders:
         loaders._resumed_at = progress
         discard_training_loaders(trainer)
         return loaders, progress
+
+    def continue_from(self, before: TrainLoaders) -> None:
+        """Begin where the loaders have ended in whose place Lightning builds these."""
+        self.combined.continue_from(before.combined, loop_progress.next_step(self._trainer)[0])
+        self.content.settings.continue_from(before.content.settings)
 
     def expect(self, saved: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         """Compare batches of a checkpoint with what is read in their place, before the first one is trained on.
