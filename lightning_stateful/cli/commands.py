@@ -189,6 +189,8 @@ def check(
 
     Exits with 1 if the resume would be refused, or would not be exact, and with 2 if the file is damaged.
     """
+    from lightning_stateful.cli.training_changes import not_restored
+
     found = read_checkpoint(checkpoint)
     refuse_damaged(checkpoint)
     if found.problems or found.data is None:
@@ -202,7 +204,9 @@ def check(
         with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             limit = users_data.limit_of(found, data)
-        total = data.combined.num_batches(epoch) if data.combined.is_sized else None
+            left = not_restored(found, data.made, data.combined)
+        is_known = data.combined.is_sized and not data.combined.refused
+        total = data.combined.num_batches(epoch) if is_known else None
         if total is not None and limit is not None and limit < total:
             taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
             notes.append(f"The run took {taken}, and a resume is taken to do so too.")
@@ -213,9 +217,16 @@ def check(
         return _refused(error, json_)
     except StatefulError as error:
         return _refused(error, json_)
+    if left:
+        notes.append(
+            f"Training had changed {', '.join(left)} when the checkpoint was written, which is not so in the data of "
+            f"{factory}. A resume may be refused, or not be exact, unless your code sets it again: in load_state_dict, "
+            "on_load_checkpoint or on_train_start. What a callback restores is not known here."
+        )
     answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": step + 1, "batches": total}
     of = f" of {total:,}" if total is not None else ""
-    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}: next is batch {step + 1:,}{of} of epoch {epoch}"
+    known = ", if your code sets again what training had changed" * bool(left)
+    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}{known}: next is batch {step + 1:,}{of} of epoch {epoch}"
     click.echo(as_json({**answer, "notes": notes}) if json_ else "\n".join([said, *_noted(notes)]))
     return RIGHT
 
@@ -259,6 +270,7 @@ def trained(
     ranks = _ranks(found, devices, nodes)
     with _data(found, factory, ranks, seed, accept) as (users_data, data, notes):
         users_data.resumed(found, data)
+        users_data.refuse_changed_samplers(found, data)
         data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
         rows = {
@@ -390,7 +402,8 @@ def _data(
         warnings.simplefilter("always")
         try:
             overfits = bool(checkpoint.written.get("overfits"))
-            yield users_data, users_data.build_data(factory, ranks=ranks, accept=accept, overfits=overfits), notes
+            data = users_data.build_data(factory, ranks=ranks, accept=accept, overfits=overfits, checkpoint=checkpoint)
+            yield users_data, data, notes
         except StatefulError:
             # The reason may be a name in --accept that is misspelled.
             said = [str(warning.message) for warning in caught if issubclass(warning.category, StatefulWarning)]

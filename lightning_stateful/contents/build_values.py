@@ -14,6 +14,7 @@ from lightning_stateful.samplers.attributes import LIGHTNINGS, attributes_of, cl
 
 # Functions that are followed, at most, and how deep objects are looked into.
 _MOST_FUNCTIONS, _MOST_DEEP = 256, 3
+_LEFT_OUT = LIGHTNINGS | {"torch"}
 # Called without being named.
 _OF_CLASS, _OF_OBJECT = ("__init__", "__post_init__"), ("__call__", "__getitem__", "__iter__", "__len__")
 
@@ -76,7 +77,8 @@ class _Reading:
 
     def look_into(self, way: str, value: Any, above: set[int], depth: int) -> None:
         """Note those attributes of an object that are named, and follow its methods that are."""
-        if depth > _MOST_DEEP or id(value) in above or (depth and package_of(type(value)) in LIGHTNINGS | {"torch"}):
+        is_others = depth and package_of(type(value)) in _LEFT_OUT and not isinstance(value, dict)
+        if depth > _MOST_DEEP or id(value) in above or is_others:
             return
         if not isinstance(value, dict):
             called = ("__len__",) if isinstance(value, Dataset) else _OF_OBJECT
@@ -86,7 +88,8 @@ class _Reading:
         held: Mapping[Any, Any] = value if type(value) is dict else {**attributes_of(value), **_entries(value)}
         for name in sorted(self.names & held.keys()):
             part = held[name]
-            self.values[f"{way}{name}"] = part
+            if package_of(type(part)) not in LIGHTNINGS:
+                self.values[f"{way}{name}"] = part
             if isinstance(part, dict) or getattr(part, "__dict__", None):
                 self.look_into(f"{way}{name}.", part, above | {id(value)}, depth + 1)
 

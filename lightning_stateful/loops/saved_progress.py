@@ -67,6 +67,7 @@ _PARTS = {
             "workers": {str: object},
             "began_with?": str,
             "overfits?": bool,
+            "reloads?": COUNT,
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

@@ -23,7 +23,7 @@ from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.state import differences, is_accepted, walk
-from lightning_stateful.trainer.dataset_settings import DatasetSettings
+from lightning_stateful.trainer.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Batches from one whose content is noted to the next.
@@ -35,7 +35,7 @@ class BatchContent:
 
     Args:
         loaders: The loaders, by path.
-        build: Gives what the method reads which builds the loaders; None where it is not called again.
+        trainer: The trainer.
 
     State:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
@@ -46,7 +46,7 @@ class BatchContent:
         settings: Attributes of the datasets that hooks set.
     """
 
-    def __init__(self, loaders: Mapping[str, AnyLoader], build: Callable[[], dict[str, str]] | None = None) -> None:
+    def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
         self._map_style = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
         # A user's sampler would have to be iterated to read a batch of it again.
@@ -58,7 +58,7 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
-        self.settings = DatasetSettings(self._map_style, build)
+        self.settings = DatasetSettings(self._map_style, builder_of(trainer))
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,

@@ -76,6 +76,11 @@ class DatasetSettings:
         self._as_built: dict[str, set[str]] = {}
         self._is_within_epoch = False
 
+    @property
+    def follows_build(self) -> bool:
+        """Whether values that the method reads which builds the loaders are to be compared with a checkpoint's."""
+        return BUILD in self._expected
+
     def continue_from(self, before: DatasetSettings) -> None:
         """Follow what is followed of loaders in whose place these were built, from when the first ones were.
 
@@ -83,12 +88,7 @@ class DatasetSettings:
         """
         self._is_within_epoch = before._is_within_epoch
         for path in self._values.keys() & before._values.keys():
-            mine, of = self._loaders.get(path), before._loaders.get(path)
-            is_same = mine is None or of is None or mine.dataset is of.dataset
-            kept = (
-                before._built[path].keys()
-                & (before._built[path] if is_same else self._outside[path].variables()).keys()
-            )
+            kept = self._kept(path, before)
             self._built[path] |= {name: before._built[path][name] for name in kept}
             self._first[path] = {name: value for name, value in before._first[path].items() if name in kept}
             self._changed_by_reading[path] = before._changed_by_reading[path] & kept
@@ -96,6 +96,22 @@ class DatasetSettings:
             self._as_built[path] = before._as_built.get(path, set())
             if path in before._expected:
                 self._expected[path] = {name: of for name, of in before._expected[path].items() if name in kept}
+
+    def _kept(self, path: str, before: DatasetSettings) -> set[str]:
+        """The names of values that are held where they were: attributes of the same dataset, and variables."""
+        names, way = set(before._built[path]), ""
+        if path not in self._loaders or path not in before._loaders:
+            return names
+        mine: Any = self._loaders[path].dataset
+        other: Any = before._loaders[path].dataset
+        while mine is not other and mine is not None:
+            # The dataset of a Subset, say.
+            mine, other, way = (
+                *(getattr(one, "__dict__", {}).get("dataset") for one in (mine, other)),
+                f"{way}dataset.",
+            )
+        variables = self._outside[path].variables()
+        return {name for name in names if name in variables or (mine is not None and name.startswith(way))}
 
     def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
         """Compare with a checkpoint when the first pass begins.
@@ -173,6 +189,11 @@ class DatasetSettings:
             self.said.setdefault(path, set()).update(restored)
             self._as_built[path] = of.keys() - restored - changed_names(self._built.get(path, {}), now)
 
+    def unlike(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The names of values that are others than in a state, or missing."""
+        now = {path: self._values[path]() for path in saved.keys() & self._values.keys()}
+        return [name for path in now for name, (latest, *_) in saved[path].items() if now[path].get(name, "") != latest]
+
     def changed(self, path: str) -> str:
         """Digest of the values of a loader that something else than reading has changed; empty for none."""
         built, now = self._built[path], self._values[path]()
@@ -213,21 +234,17 @@ class DatasetSettings:
         if not wrong:
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
-        follows = "If samples depend on them"
         if loader is None:
-            owner, follows = (
-                "Values that the method reads which builds the training loaders",
-                "If the loaders follow them",
-            )
+            owner = "Values that the method reads which builds the training loaders"
         elif wrong.keys() <= self._outside[path].variables().keys():
             owner = "Variables that the code of the dataset reads"
         else:
-            owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__}"
+            owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__},"
         rank_zero_warn(
-            f"{owner}, were changed in training, by a hook or as later samples were read, "
-            f"in the run that wrote the checkpoint, and are others here{copies}: "
-            f"{'; '.join(wrong.values())}. {follows}, the resume is not exact. Set them again before the first "
-            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            f"{owner} were changed in training, by a hook or as later samples were read, in the run that wrote the "
+            f"checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
+            "resume is not exact. Set them again before the first batch: in load_state_dict, on_load_checkpoint or "
+            "on_train_start.",
             category=StatefulWarning,
         )
 
@@ -238,7 +255,12 @@ def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
     is_module = isinstance(source.instance, (pl.LightningModule, pl.LightningDataModule))
     if not (trainer.reload_dataloaders_every_n_epochs and is_module):  # type: ignore[attr-defined]  # set by a connector
         return None
-    return lambda: texts(values_read_by(source.instance, source.name))
+    return values_of_builder(source.instance, source.name)
+
+
+def values_of_builder(owner: Any, method: str) -> Callable[[], dict[str, str]]:
+    """Gives the values, as texts, that a method reads which builds loaders."""
+    return lambda: texts(values_read_by(owner, method))
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str]:

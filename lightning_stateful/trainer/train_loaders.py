@@ -22,6 +22,7 @@ from lightning_stateful.loaders.patching import (
     drawn_key,
     is_patched,
     is_shuffled,
+    length_of,
 )
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops import loop_progress
@@ -35,7 +36,6 @@ from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer.batch_content import BatchContent
-from lightning_stateful.trainer.dataset_settings import builder_of
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -156,7 +156,7 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
-        self.content = BatchContent(self.combined.loaders, builder_of(trainer))
+        self.content = BatchContent(self.combined.loaders, trainer)
         # Compares the content of a checkpoint's batches, before the first one of a resume is read.
         self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
@@ -238,6 +238,7 @@ class TrainLoaders:
             epoch, step = (self._resumed_at or LoopProgress()).epoch_and_step
             states, accept = (state, partial(self.combined.state_at, epoch, step)), self._settings.accept
             self._compare = self.content.expect(self._trainer, saved, states, accept, epoch if step else -1)
+            self.combined.is_build_followed = self.content.settings.follows_build
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
@@ -331,8 +332,7 @@ class TrainLoaders:
         return patched
 
     def _prepare(self) -> None:
-        epoch = self._next_step()[0]
-        steps = self.num_batches(epoch)
+        steps = self.num_batches(epoch := self._next_step()[0])
         for path, loader in self.combined.loaders.items():
             if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
                 say_cut(loader, name_of("training", path), steps)
@@ -482,12 +482,6 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
             "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
             "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
         )
-
-
-def length_of(loader: AnyLoader) -> int:
-    """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
-    plan = loader.plan(0)
-    return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
 
 
 def name_of(stage: str, path: str) -> str:
