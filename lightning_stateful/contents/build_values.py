@@ -14,7 +14,8 @@ from lightning_stateful.samplers.attributes import LIGHTNINGS, attributes_of, cl
 
 # Functions that are followed, at most, and how deep objects are looked into.
 _MOST_FUNCTIONS, _MOST_DEEP = 256, 3
-_LEFT_OUT = LIGHTNINGS | {"torch"}
+_OURS = "lightning_stateful"
+_LEFT_OUT = LIGHTNINGS | {_OURS}
 # Called without being named.
 _OF_CLASS, _OF_OBJECT = ("__init__", "__post_init__"), ("__call__", "__getitem__", "__iter__", "__len__")
 
@@ -23,8 +24,8 @@ def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     """The values that a method reads, or that functions read which it calls, as far as their code names them.
 
     These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions and of
-    the user's modules. What is held by objects of torch and of Lightning, by a Trainer say, is left out. An attribute
-    that is only counted up (``self.calls += 1``) is not read. No property or method is called.
+    the user's modules. Left out is what objects of torch, of this package and of Lightning hold, as a Trainer does. An
+    attribute that is only counted up (``self.calls += 1``) is not read. No property or method is called.
 
     Args:
         owner: The object, a data module say.
@@ -57,7 +58,10 @@ class _Reading:
         if function in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
             return
         self._seen.add(function)
-        names = _names_read(function.__code__)
+        names = set(_names_read(function.__code__))
+        if package_of(function) == _OURS:
+            # What the data modules of this package keep for themselves follows from their state.
+            names = {name for name in names if not name.startswith("_")}
         self.names |= names
         held = {f"{function.__qualname__}.{name}": value for name, value in closure_of(function).items()}
         if is_users(function.__module__):
@@ -77,7 +81,7 @@ class _Reading:
 
     def look_into(self, way: str, value: Any, above: set[int], depth: int) -> None:
         """Note those attributes of an object that are named, and follow its methods that are."""
-        is_others = depth and package_of(type(value)) in _LEFT_OUT and not isinstance(value, dict)
+        is_others = depth and package_of(type(value)) in _LEFT_OUT | {"torch"} and not isinstance(value, dict)
         if depth > _MOST_DEEP or id(value) in above or is_others:
             return
         if not isinstance(value, dict):
@@ -88,7 +92,7 @@ class _Reading:
         held: Mapping[Any, Any] = value if type(value) is dict else {**attributes_of(value), **_entries(value)}
         for name in sorted(self.names & held.keys()):
             part = held[name]
-            if package_of(type(part)) not in LIGHTNINGS:
+            if package_of(type(part)) not in _LEFT_OUT:
                 self.values[f"{way}{name}"] = part
             if isinstance(part, dict) or getattr(part, "__dict__", None):
                 self.look_into(f"{way}{name}.", part, above | {id(value)}, depth + 1)
