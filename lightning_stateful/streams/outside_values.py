@@ -59,6 +59,10 @@ class OutsideValues:
                 for kind in type(place.value).__mro__:
                     self._note_class(kind)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has variables of its own, and modules cannot be pickled.
+        return {**vars(self), "_kinds": set(), "_variables": {}, "_contents": {}}
+
     def _note_variables(self, function: FunctionType) -> None:
         """Note the variables around a function, and those that it names of its module and of others of the user's."""
         name = function.__qualname__

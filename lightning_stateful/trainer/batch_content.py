@@ -174,12 +174,12 @@ class BatchContent:
         else:
             self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
         if is_rebuilt_now(trainer):
-            self.settings.note_build()
             # These loaders are not read again, so that nothing else is compared.
             self._is_over = False
             for path, now in changed.items() if trainer.is_global_zero else ():
                 if path in self._states:
                     self._warn_of_left(path, self._states[path], now, False)
+            self.settings.note_build()
 
     def _warn_of_left(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any], is_of_epoch: bool) -> None:
         """Warn of what had changed when a state was saved, and was as built as training began."""
@@ -189,7 +189,7 @@ class BatchContent:
         of = {name: value for name, value in changed if not (is_compared and name.startswith(PATH))}
         loader, restored = self._map_style[path], now.keys() - self._changed_late.get(path, set())
         left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
-        self.settings.said.setdefault(path, set()).update(left)
+        self.settings.note_told(path, left)
 
     def compare(
         self,

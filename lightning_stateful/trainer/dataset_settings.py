@@ -153,6 +153,12 @@ class DatasetSettings:
         if BUILD in self._values:
             self._warn(BUILD, self._values[BUILD]())
 
+    def note_told(self, path: str, names: set[str]) -> None:
+        """A user was told otherwise of attributes of a dataset, which the loaders may be built from as well."""
+        self.said.setdefault(path, set()).update(names)
+        expected = self._expected.get(BUILD, {})
+        self.said.setdefault(BUILD, set()).update(name for name in expected if name.rpartition(".")[2] in names)
+
     def note_read(self, path: str) -> None:
         """The first batch of a pass has been read, and no hook was called since :meth:`note_begin`."""
         for of in (path, BUILD):
@@ -260,7 +266,11 @@ def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
 
 def values_of_builder(owner: Any, method: str) -> Callable[[], dict[str, str]]:
     """Gives the values, as texts, that a method reads which builds loaders."""
-    return lambda: texts(values_read_by(owner, method))
+    return partial(_texts_read_by, owner, method)
+
+
+def _texts_read_by(owner: Any, method: str) -> dict[str, str]:
+    return texts(values_read_by(owner, method))
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str]:
