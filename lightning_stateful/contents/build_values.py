@@ -10,7 +10,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stateful.samplers.attributes import LIGHTNINGS, attributes_of, closure_of, is_users, package_of
+from lightning_stateful.samplers.attributes import (
+    LIGHTNINGS,
+    attributes_of,
+    closure_of,
+    is_users,
+    package_of,
+    variables_in,
+)
 
 # Functions that are followed, at most, and how deep objects are looked into.
 _MOST_FUNCTIONS, _MOST_DEEP = 256, 3
@@ -68,7 +75,7 @@ class _Reading:
             modules = [function.__globals__.get(name) for name in names]
             for of in (one for one in modules if isinstance(one, ModuleType) and is_users(one.__name__)):
                 held |= {f"{of.__name__}.{name}": vars(of)[name] for name in names & vars(of).keys()}
-            of_module = names & function.__globals__.keys()
+            of_module = names & variables_in(function.__code__) & function.__globals__.keys()
             held |= {f"{function.__module__}.{name}": function.__globals__[name] for name in of_module}
         for name, value in held.items():
             if isinstance(value, FunctionType) and is_users(value.__module__):
