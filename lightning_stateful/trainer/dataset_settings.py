@@ -79,7 +79,7 @@ class DatasetSettings:
     @property
     def follows_build(self) -> bool:
         """Whether values that the method reads which builds the loaders are to be compared with a checkpoint's."""
-        return BUILD in self._expected
+        return BUILD in self._expected and BUILD in self._values
 
     def continue_from(self, before: DatasetSettings) -> None:
         """Follow what is followed of loaders in whose place these were built, from when the first ones were.
