@@ -173,18 +173,23 @@ def check(json_: bool, **options: Any) -> int:
 
     Exits with 1 if the resume would be refused, or would not be exact, and with 2 if the file is damaged.
     """
+    from lightning_stateful.cli.training_changes import not_restored
+
     asked = _Resume(**options)
     found = asked.found
     refuse_damaged(asked.checkpoint)
     if found.problems or found.data is None:
         problems = described(found)["problems"]
         return _refused(problems, "\n".join(map(printable, problems)), json_)
-    ranks, notes = asked.ranks, list[str]()
+    ranks = asked.ranks
+    notes: list[str] = []
     try:
         with asked.data() as (users_data, data, notes):
             epoch, step = users_data.resumed(found, data)
             limit = users_data.limit_of(found, data)
-        total = data.combined.num_batches(epoch) if data.combined.is_sized else None
+            left = not_restored(found, data.made, data.combined)
+        is_known = data.combined.is_sized and not data.combined.refused
+        total = data.combined.num_batches(epoch) if is_known else None
         if total is not None and limit is not None and limit < total:
             taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
             notes.append(f"The run took {taken}, and a resume is taken to do so too.")
@@ -194,9 +199,16 @@ def check(json_: bool, **options: Any) -> int:
             raise
         said = in_flags(error_in_words(error), click.get_current_context().command.params)
         return _refused([str(error)], f"refused: {said}", json_)
+    if left:
+        notes.append(
+            f"Training had changed {', '.join(left)} when the checkpoint was written, which is not so in the data of "
+            f"{asked.factory}. A resume may be refused, or not be exact, unless your code sets it again: in "
+            "load_state_dict, on_load_checkpoint or on_train_start. What a callback restores is not known here."
+        )
     answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": step + 1, "batches": total}
     of = f" of {total:,}" if total is not None else ""
-    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}: next is batch {step + 1:,}{of} of epoch {epoch}"
+    known = ", if your code sets again what training had changed" * bool(left)
+    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}{known}: next is batch {step + 1:,}{of} of epoch {epoch}"
     click.echo(as_json({**answer, "notes": notes}) if json_ else "\n".join([said, *_noted(notes)]))
     return RIGHT
 
@@ -229,6 +241,7 @@ def trained(epoch: int, first: int, last: int | None, json_: bool, **options: An
     found, ranks = asked.found, asked.ranks
     with asked.data() as (users_data, data, notes):
         users_data.resumed(found, data)
+        users_data.refuse_changed_samplers(found, data)
         data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
         rows = {
@@ -400,7 +413,9 @@ class _Resume:
         with warnings.catch_warnings(record=True) as caught, seeded:
             warnings.simplefilter("always")
             try:
-                data = users_data.build_data(str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits)
+                data = users_data.build_data(
+                    str(self.factory), ranks=self.ranks, accept=self.accept, overfits=overfits, checkpoint=self.found
+                )
                 yield users_data, data, notes
             except StatefulError:
                 # The reason may be a name in --accept that is misspelled.

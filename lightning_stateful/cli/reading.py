@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Checkpoint:
         data: The state of the training data; None if it has none, or one that is damaged.
         problems: Why a resume would refuse it, whatever the data; empty if it would not.
         lightning: The version of Lightning that wrote it; empty where it does not say.
+        contents: All that it holds, without tensors.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Checkpoint:
     data: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
     lightning: str = ""
+    contents: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def loaders(self) -> dict[str, Mapping[str, Any]]:
@@ -205,7 +207,7 @@ def _states_in(path: Path, layout: str, contents: Mapping[str, Any]) -> Checkpoi
         found["data"] = None if not states else states.get("") or pack_combined("side by side", states)
     except StateError as error:
         problems.append(str(error))
-    return Checkpoint(**{**found, "problems": tuple(problems)})
+    return Checkpoint(**{**found, "problems": tuple(problems), "contents": contents})
 
 
 def _counted(contents: Mapping[str, Any], problems: list[str]) -> LoopProgress | None:

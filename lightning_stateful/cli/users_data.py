@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 from lightning_stateful.cli.comparison import MODULE_REMEDY
 from lightning_stateful.cli.orders import RestOfEpoch
 from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.cli.training_changes import changed_settings, is_rebuilt_next, restore_module
 from lightning_stateful.errors import (
     ConfigurationError,
     Difference,
@@ -50,12 +51,14 @@ class UsersData(NamedTuple):
         seed: Chooses their orders.
         module: The name of the data module that holds the data's state; None if none does.
         accept: Names of differences that the data module lets pass.
+        made: What the factory has made.
     """
 
     combined: CombinedLoaders
     seed: int
     module: str | None
     accept: tuple[str, ...]
+    made: Any
 
 
 @contextmanager
@@ -77,7 +80,14 @@ def seeded_by_default(seed: int | None, *, is_saved: bool) -> Iterator[None]:
             os.environ[_SEED] = before
 
 
-def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfits: bool = False) -> UsersData:
+def build_data(
+    factory: str,
+    *,
+    ranks: int,
+    accept: Collection[str] = (),
+    overfits: bool = False,
+    checkpoint: Checkpoint | None = None,
+) -> UsersData:
     """Build a factory's training loaders for some ranks, as a Trainer with StatefulDataCallback would.
 
     Args:
@@ -86,6 +96,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfi
         ranks: Data-parallel ranks.
         accept: Names of differences to let pass.
         overfits: As a Trainer with ``overfit_batches``, which does not shuffle.
+        checkpoint: The checkpoint that a data module restores its own state from before it builds loaders.
 
     Raises:
         ConfigurationError: The factory cannot be found, or fails.
@@ -101,7 +112,7 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfi
             made = made_by(factory)
             settings = made._settings
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
-    structure = Structure.of(_loaders_of(made, factory))
+    structure = Structure.of(_loaders_of(made, factory, checkpoint))
     drawn_as: dict[str, str] = {}
     loaders = {}
     for path, loader in structure.loaders.items():
@@ -123,10 +134,10 @@ def build_data(factory: str, *, ranks: int, accept: Collection[str] = (), overfi
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
     name = type(made).__qualname__ if holds_state else None
-    return UsersData(combined, seed_or_default(settings.seed), name, accepted)
+    return UsersData(combined, seed_or_default(settings.seed), name, accepted, made)
 
 
-def _loaders_of(made: Any, factory: str) -> Any:
+def _loaders_of(made: Any, factory: str, checkpoint: Checkpoint | None) -> Any:
     """The training loaders of a module, set up as a Trainer does before ``fit``, or the loaders themselves."""
     if isinstance(made, DataLoader) or not hasattr(made, "train_dataloader"):
         return made
@@ -135,6 +146,7 @@ def _loaders_of(made: Any, factory: str) -> Any:
             made.prepare_data()
         if hasattr(made, "setup"):
             made.setup("fit")
+        restore_module(made, checkpoint)
         return made.train_dataloader()
     except StatefulError:
         raise
@@ -181,6 +193,12 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     try:
         position = data.combined.load(state, accept=data.accept, where=where)
     except StateMismatchError as error:
+        if is_rebuilt_next(checkpoint) and not found and checkpoint.epoch is not None:
+            # The Trainer begins the epoch with what it then gets.
+            data.combined.refused = error.differences
+            data.combined.begin_in(checkpoint.epoch)
+            _warn_of_rebuilt(checkpoint.epoch, error.differences)
+            return checkpoint.epoch, 0
         known = {one.path for one in found}
         raise StateMismatchError(
             [*found, *(one for one in error.differences if one.path not in known)], where=where
@@ -188,6 +206,16 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     if found:
         raise StateMismatchError(found, where=where)
     return position
+
+
+def _warn_of_rebuilt(epoch: int, differences: Sequence[Difference]) -> None:
+    found = "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in differences)
+    warnings.warn(
+        f"The training loader is another than that of epoch {epoch - 1} ({found}), and is not compared: the run builds "
+        f"it anew for epoch {epoch} (reload_dataloaders_every_n_epochs).",
+        StatefulWarning,
+        stacklevel=3,
+    )
 
 
 def limit_of(checkpoint: Checkpoint, data: UsersData) -> int | None:
@@ -259,6 +287,11 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
         "or left before its end (on_train_batch_start returned -1), a checkpoint does not say; a ledger does "
         "(StatefulDataCallback(ledger=...))."
     ]
+    if checkpoint.written.get("reloads"):
+        notes.append(
+            "the run built its training loaders anew between epochs (reload_dataloaders_every_n_epochs), and the "
+            f"indices are those of the loaders that it would get now: epoch {epoch} may have had others."
+        )
     computed = dict(walk(data.combined.state_at(epoch, steps)))
     for path, state in checkpoint.loaders.items():
         saved, listed = state["progress"], computed[path]["progress"] if path in computed else {}
@@ -273,6 +306,21 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
                 "are not those of the run."
             )
     return notes
+
+
+def refuse_changed_samplers(checkpoint: Checkpoint, data: UsersData) -> None:
+    """Refuse to list what a sampler gave that training had changed, and that is not so here.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for path, loader in data.combined.loaders.items():
+        if isinstance(loader.order, WrappedSampler) and changed_settings(checkpoint, path, loader.tracker.config):
+            raise ConfigurationError(
+                f"{loader.order.name} had been changed in training when {checkpoint.path} was written, and is as it "
+                "was built here. Which indices it gave in which epoch is known to the run alone; a ledger has them "
+                "(StatefulDataCallback(ledger=...))."
+            )
 
 
 def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_stateful.core.order import BatchOrder
+from lightning_stateful.core.order import UNKNOWN, BatchOrder
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders.description import (
@@ -364,6 +364,12 @@ def drawn_key(loader: Any) -> str:
     """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
     drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
     return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+
+
+def length_of(loader: AnyLoader) -> int:
+    """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
+    plan = loader.plan(0)
+    return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
 
 
 def is_shuffled(loader: Any) -> bool:

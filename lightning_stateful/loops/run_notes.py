@@ -38,9 +38,11 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
     Returns:
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
         of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
-        ``batch_size`` (None for whole batches) and ``workers``; with ``overfit_batches`` also ``overfits``. A digest of
-        the loaders that the run began with, where later ones were built, is ``began_with``.
+        ``batch_size`` (None for whole batches) and ``workers``; with ``overfit_batches`` also ``overfits``, and with
+        ``reload_dataloaders_every_n_epochs`` that number as ``reloads``. A digest of the loaders that the run began
+        with, where later ones were built, is ``began_with``.
     """
+    reloads: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
     steps = float(trainer.fit_loop.max_batches)
     return {
         "versions": {
@@ -52,6 +54,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
         **({"began_with": combined.began_with} if combined.began_with else {}),
+        **({"reloads": reloads} if reloads else {}),
         **({"overfits": True} if trainer.overfit_batches else {}),  # type: ignore[attr-defined]  # set by a connector
     }
 
@@ -105,17 +108,17 @@ def _say_others(combined: CombinedLoaders, saved: LoopProgress) -> None:
     """Say of loaders that do not fit a checkpoint, and are built anew for the next epoch, that they do not.
 
     Nothing in a checkpoint says which loaders come next. Those that the run began with are what ``train_dataloader``
-    gives where nothing was restored.
+    gives where nothing was restored; but where values that it reads are compared, hooks may still restore them.
 
     Warns:
-        StatefulWarning: They are those that the run began with, and were others by then.
+        StatefulWarning: They are those that the run began with, were others by then, and no such value was set.
     """
     found = "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in combined.refused)
     epoch = saved.epoch if saved.running else saved.epoch - 1
     others = (
         f"The training loader of epoch {epoch} is another here than in the run that wrote the checkpoint ({found}),"
     )
-    if combined.digest() != combined.began_with:
+    if combined.digest() != combined.began_with or combined.is_build_followed:
         rank_zero_info(f"{others} and is not compared: it is built anew for epoch {epoch + 1}.")
         return
     rank_zero_warn(

@@ -59,6 +59,10 @@ class OutsideValues:
                 for kind in type(place.value).__mro__:
                     self._note_class(kind)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has variables of its own, and modules cannot be pickled.
+        return {**vars(self), "_kinds": set(), "_variables": {}, "_contents": {}}
+
     def _note_variables(self, function: FunctionType) -> None:
         """Note the variables around a function, and those that it names of its module and of others of the user's."""
         name = function.__qualname__
@@ -101,6 +105,11 @@ class OutsideValues:
         with suppress(Exception):  # A generator by the operating system has no state.
             if (copied := _copied(value)) is not None:
                 self._contents[id(value)] = name, value, copied
+
+    def variables(self) -> dict[str, tuple[Any, Any]]:
+        """The variables as they are now, by name: a cell, class, or dict of a module, and the value in it."""
+        now = {name: (at[0], _read(at)) for name, (at, _) in self._variables.items()}
+        return {name: found for name, found in now.items() if found[1] is not _NOTHING}
 
     def restore(self) -> None:
         """Put everything back as it was."""

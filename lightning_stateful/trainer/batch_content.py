@@ -25,7 +25,7 @@ from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.state import differences, is_accepted, walk
-from lightning_stateful.trainer.dataset_settings import DatasetSettings
+from lightning_stateful.trainer.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Batches from one whose content is noted to the next.
@@ -37,6 +37,7 @@ class BatchContent:
 
     Args:
         loaders: The loaders, by path.
+        trainer: The trainer.
 
     State:
         By the path of a map-style loader: where the batch was (``"batch"``, epoch and number; ``"progress"``,
@@ -47,7 +48,7 @@ class BatchContent:
         settings: Attributes of the datasets that hooks set.
     """
 
-    def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
+    def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
         self._map_style = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
         # A user's sampler would have to be iterated to read a batch of it again.
@@ -59,7 +60,7 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
-        self.settings = DatasetSettings(self._map_style)
+        self.settings = DatasetSettings(self._map_style, builder_of(trainer))
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -180,6 +181,7 @@ class BatchContent:
             for path, now in changed.items() if trainer.is_global_zero else ():
                 if path in self._states:
                     self._warn_of_left(path, self._states[path], now, False)
+            self.settings.note_build()
 
     def _warn_of_left(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any], is_of_epoch: bool) -> None:
         """Warn of what had changed when a state was saved, and was as built as training began."""
@@ -189,7 +191,7 @@ class BatchContent:
         of = {name: value for name, value in changed if not (is_compared and name.startswith(PATH))}
         loader, restored = self._map_style[path], now.keys() - self._changed_late.get(path, set())
         left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
-        self.settings.said.setdefault(path, set()).update(left)
+        self.settings.note_told(path, left)
 
     def compare(
         self,

@@ -192,7 +192,7 @@ class StatefulDataCallback(pl.Callback):
             before = phase.earlier
         self._loaders = TrainLoaders.build(trainer, request, self.settings)
         if before is not None:
-            self._loaders.combined.continue_from(before.combined, loop_progress.next_step(trainer)[0])
+            self._loaders.continue_from(before)
         return self._loaders.structure
 
     def _evaluation_loaders(self, trainer: pl.Trainer, stage: str, request: Request) -> Any:

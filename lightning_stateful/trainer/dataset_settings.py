@@ -1,23 +1,30 @@
-"""Notes attributes of datasets, and of a ``collate_fn``, that hooks set, and warns where a resume does not."""
+"""Notes values that hooks set and training data follow from, and warns where a resume does not set them.
+
+These are attributes of datasets and of a ``collate_fn``, variables that their code reads, and values that the method
+reads which builds the loaders.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset
 
+from lightning_stateful.contents.build_values import values_read_by
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
+from lightning_stateful.streams.outside_values import OutsideValues
 
 # Attributes in a checkpoint, and characters of each one's value.
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
@@ -26,36 +33,85 @@ _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
 _DEFAULTS = (bool, int, float, str)
+# Stands for the path of a loader with the values that the method reads which builds the loaders.
+BUILD = "train_dataloader()"
 
 
 class DatasetSettings:
-    """Plain values among the attributes of map-style datasets that something else than reading has set.
+    """Plain values that map-style datasets follow from, and that something else than reading has set.
 
-    A ``collate_fn`` that is an object is looked at as its dataset is. The values are numbers, strings, arrays and
-    tensors, and lists, tuples, dicts and sets of such. A hook that makes samples harder with every batch sets one, for
-    example. Attributes that change while the first batch of a pass is read, as counters and caches do, are left out. No
-    method or property of a dataset is called.
+    They are attributes of a dataset, and of a ``collate_fn`` that is an object; variables of functions, modules and
+    classes of the user's that their code reads; and what the method reads that builds the loaders, if it is called
+    again for later epochs. The values are numbers, strings, arrays and tensors, and lists, tuples, dicts and sets of
+    such. A hook that makes samples harder with every batch sets one, for example. Values that change while the first
+    batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
 
     Args:
         loaders: The loaders, by path.
+        build: Gives the values that the method reads which builds the loaders; None where it is not called again.
 
     State:
-        By path and attribute: the value, and the value when the latest pass began.
+        By path and name: the value, the value when the latest pass began, and the first one that was set.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulLoader]) -> None:
+    def __init__(self, loaders: Mapping[str, StatefulLoader], build: Callable[[], dict[str, str]] | None) -> None:
         self._loaders = loaders
-        self._built = {path: _attributes(loader) for path, loader in loaders.items()}
+        # Kept for the run: loaders that are built later may come with another dataset.
+        self._outside = {path: OutsideValues((loader.dataset, loader.collate_fn)) for path, loader in loaders.items()}
+        self._values: dict[str, Callable[[], dict[str, str]]] = {path: partial(self._of, path) for path in loaders}
+        self._values |= {BUILD: build} if build is not None else {}
+        self._built = {path: values() for path, values in self._values.items()}
         # When the latest pass began, or that in which persistent workers were started.
         self._at_begin = dict(self._built)
+        # By path and name, the first other value than as built.
+        self._first: dict[str, dict[str, str]] = {path: {} for path in self._values}
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
-        self._changed_by_reading: dict[str, set[str]] = {path: set() for path in loaders}
+        self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
         # What a checkpoint has, and whether training goes on within an epoch.
-        self._expected: Mapping[str, Mapping[str, Any]] = {}
+        self._expected: dict[str, Mapping[str, Any]] = {}
         # By path, names of attributes that a user was told of otherwise.
         self.said: dict[str, set[str]] = {}
+        # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
+        self._as_built: dict[str, set[str]] = {}
         self._is_within_epoch = False
+
+    @property
+    def follows_build(self) -> bool:
+        """Whether values that the method reads which builds the loaders are to be compared with a checkpoint's."""
+        return BUILD in self._expected and BUILD in self._values
+
+    def continue_from(self, before: DatasetSettings) -> None:
+        """Follow what is followed of loaders in whose place these were built, from when the first ones were.
+
+        Of a dataset that was built anew the attributes are others, whatever was set before.
+        """
+        self._is_within_epoch = before._is_within_epoch
+        for path in self._values.keys() & before._values.keys():
+            kept = self._kept(path, before)
+            self._built[path] |= {name: before._built[path][name] for name in kept}
+            self._first[path] = {name: value for name, value in before._first[path].items() if name in kept}
+            self._changed_by_reading[path] = before._changed_by_reading[path] & kept
+            self.said[path] = before.said.get(path, set())
+            self._as_built[path] = before._as_built.get(path, set())
+            if path in before._expected:
+                self._expected[path] = {name: of for name, of in before._expected[path].items() if name in kept}
+
+    def _kept(self, path: str, before: DatasetSettings) -> set[str]:
+        """The names of values that are held where they were: attributes of the same dataset, and variables."""
+        names, way = set(before._built[path]), ""
+        if path not in self._loaders or path not in before._loaders:
+            return names
+        mine: Any = self._loaders[path].dataset
+        other: Any = before._loaders[path].dataset
+        while mine is not other and mine is not None:
+            # The dataset of a Subset, say.
+            mine, other, way = (
+                *(getattr(one, "__dict__", {}).get("dataset") for one in (mine, other)),
+                f"{way}dataset.",
+            )
+        variables = self._outside[path].variables()
+        return {name for name in names if name in variables or (mine is not None and name.startswith(way))}
 
     def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
         """Compare with a checkpoint when the first pass begins.
@@ -64,26 +120,50 @@ class DatasetSettings:
             saved: The state in it.
             is_within_epoch: Whether training goes on within an epoch.
         """
-        self._expected, self._is_within_epoch = saved, is_within_epoch
+        self._expected, self._is_within_epoch = dict(saved), is_within_epoch
+        for path in saved.keys() & self._first.keys():
+            self._first[path] = {name: first for name, (_, _, first) in saved[path].items()}
 
     def note_begin(self, path: str) -> None:
         """A pass over a loader begins.
 
         Warns:
-            StatefulWarning: An attribute is not what it was in the run that wrote the checkpoint.
+            StatefulWarning: A value is not what it was in the run that wrote the checkpoint.
         """
         if path not in self._loaders:
             return
-        loader, now = self._loaders[path], _attributes(self._loaders[path])
-        self._warn(path, now)
-        if not (loader.num_workers and loader.persistent_workers and loader._iterator is not None):
-            self._at_begin[path] = now
-        self._reading[path] = now
+        loader = self._loaders[path]
+        for of in (path, BUILD):
+            if of in self._values:
+                self._reading[of] = now = self._values[of]()
+                self._warn(of, now)
+                for name in changed_names(self._built[of], now):
+                    self._first[of].setdefault(name, now.get(name, ""))
+                if of == BUILD or not (
+                    loader.num_workers and loader.persistent_workers and loader._iterator is not None
+                ):
+                    self._at_begin[of] = now
+
+    def note_build(self) -> None:
+        """The loaders are about to be built anew, after which hooks of the epoch may set values for the next.
+
+        Warns:
+            StatefulWarning: As :meth:`note_begin`.
+        """
+        if BUILD in self._values:
+            self._warn(BUILD, self._values[BUILD]())
+
+    def note_told(self, path: str, names: set[str]) -> None:
+        """A user was told otherwise of attributes of a dataset, which the loaders may be built from as well."""
+        self.said.setdefault(path, set()).update(names)
+        expected = self._expected.get(BUILD, {})
+        self.said.setdefault(BUILD, set()).update(name for name in expected if name.rpartition(".")[2] in names)
 
     def note_read(self, path: str) -> None:
         """The first batch of a pass has been read, and no hook was called since :meth:`note_begin`."""
-        if (before := self._reading.pop(path, None)) is not None:
-            self._changed_by_reading[path] |= changed_names(before, _attributes(self._loaders[path]))
+        for of in (path, BUILD):
+            if (before := self._reading.pop(of, None)) is not None:
+                self._changed_by_reading[of] |= changed_names(before, self._values[of]())
 
     def note_early_workers(self) -> None:
         """Training begins; workers of its first epoch may have been started before."""
@@ -93,53 +173,114 @@ class DatasetSettings:
     def state(self) -> dict[str, dict[str, list[str]]]:
         """See above; empty where nothing was set."""
         found: dict[str, dict[str, list[str]]] = {}
-        for path, loader in self._loaders.items():
-            built, began, now = self._built[path], self._at_begin[path], _attributes(loader)
-            names = sorted((changed_names(built, now) | changed_names(built, began)) - self._changed_by_reading[path])
+        for path, values in self._values.items():
+            built, began, now = self._built[path], self._at_begin[path], values()
+            changed = changed_names(built, now) | changed_names(built, began) | self._first[path].keys()
             # What is held by something that was built later, as the samples of a cache are, no hook has set.
-            names = [name for name in names if name in built or "." not in name.lstrip("0123456789.")]
-            if names:
-                found[path] = {name: [now.get(name, ""), began.get(name, "")] for name in names[:_MOST_ATTRIBUTES]}
+            names = [
+                name
+                for name in sorted(changed - self._changed_by_reading[path])
+                if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
+            ]
+            for name in names[:_MOST_ATTRIBUTES]:
+                first = self._first[path].setdefault(name, now.get(name, ""))
+                found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
         return found
 
     def note_restored(self) -> None:
         """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
         for path, of in ({} if self._is_within_epoch else self._expected).items():
-            now = _attributes(self._loaders[path]) if path in self._loaders else {}
-            self.said.setdefault(path, set()).update(
-                name for name, (latest, _) in of.items() if now.get(name) == latest
-            )
+            now = self._values[path]() if path in self._values else {}
+            restored = {name for name, (latest, *_) in of.items() if now.get(name, "") == latest}
+            self.said.setdefault(path, set()).update(restored)
+            self._as_built[path] = of.keys() - restored - changed_names(self._built.get(path, {}), now)
+
+    def unlike(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The names of values that are others than in a state, or missing."""
+        now = {path: self._values[path]() for path in saved.keys() & self._values.keys()}
+        return [name for path in now for name, (latest, *_) in saved[path].items() if now[path].get(name, "") != latest]
 
     def changed(self, path: str) -> str:
-        """Digest of the attributes that something else than reading has changed; empty for none."""
-        built, now = self._built[path], _attributes(self._loaders[path])
+        """Digest of the values of a loader that something else than reading has changed; empty for none."""
+        built, now = self._built[path], self._values[path]()
         names = changed_names(built, now) - self._changed_by_reading[path]
         changed = [(name, now.get(name, "")) for name in sorted(names)]
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
+    def _of(self, path: str) -> dict[str, str]:
+        """The attributes and variables of a loader's dataset, as they are now."""
+        loader = self._loaders[path]
+        # Plain ones of the class are among the attributes.
+        own = (type(loader.dataset), type(loader.collate_fn))
+        variables = self._outside[path].variables().items()
+        held = {name: value for name, (of, value) in variables if of not in own or type(value) not in _DEFAULTS}
+        return {**_attributes(loader), **texts(held)}
+
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
-        expected = self._expected.get(path, {})
-        self._expected = {other: of for other, of in self._expected.items() if other != path}
-        loader, built, wrong = self._loaders[path], self._built[path], []
+        loader, built = self._loaders.get(path), self._built[path]
+        wrong: dict[str, str] = {}
+        counted: list[str] = []
         # Workers have copies from when their pass began, also of what was set later.
-        in_workers = self._is_within_epoch and loader.num_workers > 0
-        for name, (latest, began) in expected.items():
+        in_workers = self._is_within_epoch and loader is not None and loader.num_workers > 0
+        for name, (latest, began, first) in self._expected.pop(path, {}).items():
             if name in self.said.get(path, ()):
                 continue
             saved, present = began if in_workers else latest, now.get(name, "")
             if present != saved and (in_workers or present == built.get(name, "")):
-                wrong.append(f"{name} was {saved or 'missing'} and is {present or 'missing'}")
+                wrong[name] = f"{name} was {saved or 'missing'} and is {present or 'missing'}"
+            elif name in self._as_built.get(path, ()):
+                change = f"{name} was {saved or 'missing'}, and went from {built.get(name) or 'missing'} to {present}"
+                if present == first:
+                    # One that goes by the epoch would hardly be what it was in an earlier one.
+                    wrong[name] = change
+                else:
+                    counted.append(change)
+        if counted:
+            rank_zero_info(f"On the resume {'; '.join(counted)}. That is exact if hooks set it by the epoch alone.")
         if not wrong:
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
-        name = type(_users_of(loader.dataset)[0]).__qualname__
+        if loader is None:
+            owner = "Values that the method reads which builds the training loaders"
+        elif wrong.keys() <= self._outside[path].variables().keys():
+            owner = "Variables that the code of the dataset reads"
+        else:
+            owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__},"
         rank_zero_warn(
-            f"Attributes of the dataset, a {name}, were changed in training, by a hook or as later samples were read, "
-            f"in the run that wrote the checkpoint, and are others here{copies}: "
-            f"{'; '.join(wrong)}. If samples depend on them, the resume is not exact. Set them again before the first "
-            "batch: in load_state_dict, on_load_checkpoint or on_train_start.",
+            f"{owner} were changed in training, by a hook or as later samples were read, in the run that wrote the "
+            f"checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
+            "resume is not exact. Set them again before the first batch: in load_state_dict, on_load_checkpoint or "
+            "on_train_start.",
             category=StatefulWarning,
         )
+
+
+def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
+    """Gives the values that the method of a module reads which builds the training loaders; None without reloads."""
+    source = trainer.fit_loop._data_source
+    is_module = isinstance(source.instance, (pl.LightningModule, pl.LightningDataModule))
+    if not (trainer.reload_dataloaders_every_n_epochs and is_module):  # type: ignore[attr-defined]  # set by a connector
+        return None
+    return values_of_builder(source.instance, source.name)
+
+
+def values_of_builder(owner: Any, method: str) -> Callable[[], dict[str, str]]:
+    """Gives the values, as texts, that a method reads which builds loaders."""
+    return partial(_texts_read_by, owner, method)
+
+
+def _texts_read_by(owner: Any, method: str) -> dict[str, str]:
+    return texts(values_read_by(owner, method))
+
+
+def texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Plain values, and containers and arrays of such, as texts or digests; paths and all else are left out."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
+        if text := repr(value) if is_plain else _shown(value):
+            found[name] = _shortened(text)
+    return found
 
 
 def _attributes(loader: StatefulLoader) -> dict[str, str]:

@@ -22,6 +22,7 @@ from lightning_stateful.loaders.patching import (
     drawn_key,
     is_patched,
     is_shuffled,
+    length_of,
 )
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops import loop_progress
@@ -155,7 +156,7 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
-        self.content = BatchContent(self.combined.loaders)
+        self.content = BatchContent(self.combined.loaders, trainer)
         # Compares the content of a checkpoint's batches, before the first one of a resume is read.
         self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
@@ -220,6 +221,11 @@ class TrainLoaders:
         discard_training_loaders(trainer)
         return loaders, progress
 
+    def continue_from(self, before: TrainLoaders) -> None:
+        """Begin where the loaders have ended in whose place Lightning builds these."""
+        self.combined.continue_from(before.combined, loop_progress.next_step(self._trainer)[0])
+        self.content.settings.continue_from(before.content.settings)
+
     def expect(self, saved: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
         """Compare batches of a checkpoint with what is read in their place, before the first one is trained on.
 
@@ -232,6 +238,7 @@ class TrainLoaders:
             epoch, step = (self._resumed_at or LoopProgress()).epoch_and_step
             states, accept = (state, partial(self.combined.state_at, epoch, step)), self._settings.accept
             self._compare = self.content.expect(self._trainer, saved, states, accept, epoch if step else -1)
+            self.combined.is_build_followed = self.content.settings.follows_build
 
     def begin(self) -> None:
         """Training begins: from now on the loop's counters say where it is."""
@@ -325,8 +332,7 @@ class TrainLoaders:
         return patched
 
     def _prepare(self) -> None:
-        epoch = self._next_step()[0]
-        steps = self.num_batches(epoch)
+        steps = self.num_batches(epoch := self._next_step()[0])
         for path, loader in self.combined.loaders.items():
             if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
                 say_cut(loader, name_of("training", path), steps)
@@ -476,12 +482,6 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
             "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
             "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
         )
-
-
-def length_of(loader: AnyLoader) -> int:
-    """The length of an epoch over all ranks, in samples or, of whole batches, steps."""
-    plan = loader.plan(0)
-    return plan.num_steps if plan.num_steps == UNKNOWN else plan.progress_after(plan.num_steps).consumed
 
 
 def name_of(stage: str, path: str) -> str:

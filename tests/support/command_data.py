@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, WeightedRandomSampler
 
 from lightning_stateful import (
     BucketBatchSampler,
@@ -108,3 +109,40 @@ def iterable() -> DataLoader[Any]:
 
 def fails() -> Any:
     raise KeyError("no such table")
+
+
+class Pool(LightningDataModule):
+    """Trains on the first samples, of which a hook adds some at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = list(range(8))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(Numbers(40), list(self.pool)), batch_size=4, shuffle=True)
+
+
+class KeptPool(Pool):
+    """Keeps the samples in checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": list(self.pool)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pool = state_dict["pool"]
+
+
+class FromFirst(Sampler[int]):
+    """All samples in order, from one on that a hook sets."""
+
+    first = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        return ((self.first + place) % 12 for place in range(12))
+
+
+def curriculum() -> DataLoader[Any]:
+    return DataLoader(Numbers(12), batch_size=4, sampler=FromFirst())

@@ -1,0 +1,109 @@
+"""Changes that a run's own code has made to its data, as far as a checkpoint shows them and a factory restores them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from lightning_stateful.cli.plain_pickle import Opaque
+from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.state import value_at
+from lightning_stateful.trainer.dataset_settings import DatasetSettings, values_of_builder
+
+_MOST_NAMED = 4
+
+
+def restore_module(made: Any, checkpoint: Checkpoint | None) -> None:
+    """Call ``load_state_dict`` of a data module as a Trainer would, before its loaders are built.
+
+    Args:
+        made: What a factory has made.
+        checkpoint: The checkpoint; None for nothing to restore.
+
+    Raises:
+        ConfigurationError: The method fails.
+
+    Warns:
+        StatefulWarning: The module has something to restore that cannot be restored here.
+    """
+    name = type(made).__qualname__
+    if checkpoint is None or not isinstance(made, (pl.LightningDataModule, pl.LightningModule)):
+        return
+    if isinstance(made, pl.LightningModule):
+        if type(made).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint:
+            _warn(f"{name}.on_load_checkpoint is not called here: what it restores is as it was built.")
+        return
+    state = checkpoint.contents.get(name)
+    if not isinstance(state, Mapping) or _is_the_packages(type(made).load_state_dict):
+        return
+    if any(isinstance(value, Opaque) for value in _values_in(state)):
+        _warn(
+            f"{name}.load_state_dict is not called here: its state in the checkpoint has tensors, arrays or objects, "
+            "which are not read. What it restores is as it was built."
+        )
+        return
+    try:
+        made.load_state_dict(deepcopy(dict(state)))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name}.load_state_dict fails without a Trainer: {type(error).__name__}: {error}"
+        ) from error
+    if hasattr(made, "take_loaded_state"):
+        # The loaders get the state of the data by themselves.
+        made.take_loaded_state()
+
+
+def _is_the_packages(method: Any) -> bool:
+    return (method.__module__ or "").partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_stateful")
+
+
+def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    yield value
+    for part in parts if depth < 32 else (Opaque(),):
+        yield from _values_in(part, depth + 1)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, StatefulWarning, stacklevel=3)
+
+
+def not_restored(checkpoint: Checkpoint, made: Any, combined: CombinedLoaders) -> list[str]:
+    """Names of what training had changed by a checkpoint, and what is not so in the data of a factory.
+
+    Args:
+        checkpoint: The checkpoint.
+        made: What the factory has made.
+        combined: Its loaders.
+    """
+    found = [
+        f"{getattr(loader.order, 'name', type(loader.order).__name__)} ({', '.join(changed)})"
+        for path, loader in combined.loaders.items()
+        if (changed := changed_settings(checkpoint, path, loader.tracker.config))
+    ]
+    saved = (checkpoint.callback or {}).get("dataset_settings") or {}
+    map_style = {path: one for path, one in combined.loaders.items() if isinstance(one, StatefulLoader)}
+    now = DatasetSettings(map_style, values_of_builder(made, "train_dataloader"))
+    names = list(dict.fromkeys(now.unlike(saved)))
+    return [*found, *names[:_MOST_NAMED], *(["others"] if len(names) > _MOST_NAMED else [])]
+
+
+def changed_settings(checkpoint: Checkpoint, path: str, config: Mapping[str, Any]) -> list[str]:
+    """The settings of a loader's data and sampler that training had changed, and that are others here."""
+    changed = checkpoint.loaders[path].get("changed", {}) if path in checkpoint.loaders else {}
+    return [name for name, value in changed.items() if value_at(config, name) not in (None, value)]
+
+
+def is_rebuilt_next(checkpoint: Checkpoint) -> bool:
+    """Whether the run would have built its training loaders anew for the epoch that comes next."""
+    progress, every = checkpoint.progress, checkpoint.written.get("reloads", 0)
+    if progress is None or not every or (progress.running and not progress.ended):
+        return False
+    epoch, step = progress.epoch_and_step
+    return not step and epoch - progress.train_reload_epoch >= every

@@ -1,0 +1,134 @@
+"""Finds the values that a method reads, such as ``train_dataloader``: attributes and variables that its code names."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lightning_stateful.samplers.attributes import (
+    LIGHTNINGS,
+    attributes_of,
+    closure_of,
+    is_users,
+    package_of,
+    variables_in,
+)
+
+# Functions that are followed, at most, and how deep objects are looked into.
+_MOST_FUNCTIONS, _MOST_DEEP = 256, 3
+_OURS = "lightning_stateful"
+_LEFT_OUT = LIGHTNINGS | {_OURS}
+# Called without being named.
+_OF_CLASS, _OF_OBJECT = ("__init__", "__post_init__"), ("__call__", "__getitem__", "__iter__", "__len__")
+
+
+def values_read_by(owner: Any, method: str) -> dict[str, Any]:
+    """The values that a method reads, or that functions read which it calls, as far as their code names them.
+
+    These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions and of
+    the user's modules. Left out is what objects of torch, of this package and of Lightning hold, as a Trainer does. An
+    attribute that is only counted up (``self.calls += 1``) is not read. No property or method is called.
+
+    Args:
+        owner: The object, a data module say.
+        method: The name of its method.
+
+    Returns:
+        The values by the way that leads there.
+    """
+    reading = _Reading()
+    for function in _functions_of(type(owner), method):
+        reading.follow(function)
+    number = -1
+    while number != len(reading.names):
+        # What is named in a method that one of the objects has may name others.
+        number = len(reading.names)
+        reading.values = {}
+        reading.look_into("", owner, set(), 0)
+    return {**reading.variables, **reading.values}
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.variables: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self._seen: set[Any] = set()
+
+    def follow(self, function: FunctionType) -> None:
+        """Note what a function names, and follow the user's functions and classes among it."""
+        if function in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
+            return
+        self._seen.add(function)
+        names = set(_names_read(function.__code__))
+        if package_of(function) == _OURS:
+            # What the data modules of this package keep for themselves follows from their state.
+            names = {name for name in names if not name.startswith("_")}
+        self.names |= names
+        held = {f"{function.__qualname__}.{name}": value for name, value in closure_of(function).items()}
+        if is_users(function.__module__):
+            modules = [function.__globals__.get(name) for name in names]
+            for of in (one for one in modules if isinstance(one, ModuleType) and is_users(one.__name__)):
+                held |= {f"{of.__name__}.{name}": vars(of)[name] for name in names & vars(of).keys()}
+            of_module = names & variables_in(function.__code__) & function.__globals__.keys()
+            held |= {f"{function.__module__}.{name}": function.__globals__[name] for name in of_module}
+        for name, value in held.items():
+            if isinstance(value, FunctionType) and is_users(value.__module__):
+                self.follow(value)
+            elif isinstance(value, type) and is_users(value.__module__):
+                for called in (one for part in _OF_CLASS for one in _functions_of(value, part)):
+                    self.follow(called)
+            elif not callable(value) and not isinstance(value, ModuleType):
+                self.variables[name] = value
+
+    def look_into(self, way: str, value: Any, above: set[int], depth: int) -> None:
+        """Note those attributes of an object that are named, and follow its methods that are."""
+        is_others = depth and package_of(type(value)) in _LEFT_OUT | {"torch"} and not isinstance(value, dict)
+        if depth > _MOST_DEEP or id(value) in above or is_others:
+            return
+        if not isinstance(value, dict):
+            called = ("__len__",) if isinstance(value, Dataset) else _OF_OBJECT
+            for name in (*sorted(self.names), *(called if depth else ())):
+                for function in _functions_of(type(value), name):
+                    self.follow(function)
+        held: Mapping[Any, Any] = value if type(value) is dict else {**attributes_of(value), **_entries(value)}
+        for name in sorted(self.names & held.keys()):
+            part = held[name]
+            if package_of(type(part)) not in _LEFT_OUT:
+                self.values[f"{way}{name}"] = part
+            if isinstance(part, dict) or getattr(part, "__dict__", None):
+                self.look_into(f"{way}{name}.", part, above | {id(value)}, depth + 1)
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """The entries of an object that is a dict as well, as Lightning's ``hparams`` are."""
+    return dict(dict.items(value)) if isinstance(value, dict) else {}
+
+
+def _functions_of(kind: type, name: str) -> Iterator[FunctionType]:
+    """The functions of a class and its bases by a name, those of properties too; of Lightning's classes ``hparams``."""
+    for base in kind.__mro__:
+        if (package_of(base) in LIGHTNINGS and name != "hparams") or package_of(base) in ("torch", "builtins"):
+            continue
+        part = vars(base).get(name)
+        part = getattr(part, "__func__", getattr(part, "fget", part))
+        if isinstance(part, FunctionType):
+            yield part
+
+
+@lru_cache(maxsize=4096)
+def _names_read(code: CodeType) -> frozenset[str]:
+    """The variables and attributes that code reads, and its strings, which may be keys; but for what it counts up."""
+    inner = (_names_read(part) for part in code.co_consts if isinstance(part, CodeType))
+    names, before = {part for part in code.co_consts if isinstance(part, str) and part.isidentifier()}, ""
+    for step in dis.get_instructions(code):
+        # To add in place, code copies the object before it reads the attribute.
+        if step.opname.startswith("LOAD_") and isinstance(step.argval, str) and before not in ("COPY", "DUP_TOP"):
+            names.add(step.argval)
+        before = step.opname
+    return frozenset(names).union(*inner)
