@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from functools import lru_cache
+from tokenize import TokenError
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -56,7 +57,7 @@ def _uses_in(code: CodeType, name: str, is_variable: bool) -> tuple[bool, bool]:
         # Not of a function, which may say that it is another one.
         source = inspect.getsource(code)
         tree = ast.parse(f"if 1:\n{source}" if source[0].isspace() else source)
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, TokenError):
         # There is no source, or that of a lambda which is a part of a statement.
         is_named = name in {*names_in(code), *code.co_varnames, *code.co_freevars}
         return is_named, is_named

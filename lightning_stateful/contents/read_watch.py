@@ -134,9 +134,14 @@ class ReadWatch:
         now, self._num_looks = self._snapshot(), self._num_looks + 1
         if self._is_over:
             return []
-        for name, change in _changes(before, now).items():
-            self._changes.setdefault(name, []).append(change)
-        return sorted(name for name, of in self._changes.items() if self._is_carried(name, of))
+        try:
+            for name, change in _changes(before, now).items():
+                self._changes.setdefault(name, []).append(change)
+            return sorted(name for name, of in self._changes.items() if self._is_carried(name, of))
+        except Exception:
+            # Values that cannot be compared, or source that cannot be read.
+            self._is_over = True
+            return []
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""

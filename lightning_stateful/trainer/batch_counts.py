@@ -41,7 +41,7 @@ class BatchCounts:
         self._packed: Any = loader.dataset if is_packed or isinstance(loader.dataset, PackedSources) else None
         # Of a stream.
         self._stream: Any = loader.order if isinstance(loader, StreamLoader) else None
-        config = getattr(getattr(self._stream, "setup", None), "config", None)
+        config = loader.order.settings if isinstance(loader, StreamLoader) else None
         self._mixing, packing = getattr(config, "mixing", None), getattr(config, "packing", None)
         self._room = 0 if packing is None else packing.sequence_length
 

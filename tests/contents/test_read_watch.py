@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import random
@@ -321,3 +322,21 @@ def test_a_look_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_watch, "_snapshot", fails)
     batches, said = read(Remembers(by_reads, reads=0))
     assert (len(batches), said) == (20, [])
+
+
+def test_source_that_was_changed_while_it_runs_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "edited_data.py"
+    begin = "class Edited:\n    reads = 0\n\n    def __len__(self):\n        return 40\n\n"
+    path.write_text(
+        f"{begin}    def __getitem__(self, index):\n        self.reads += 1\n        return index + 100 * self.reads\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = importlib.import_module("edited_data").Edited()
+    path.write_text(f"{begin}    def __getitem__(self, index):\n        return [(\n")
+
+    batches, said = read(dataset)
+
+    assert len(batches) == 20
+    # Without source, a count that code names is taken as used.
+    assert len(said) == 1
+    assert "Edited changes 'reads'" in said[0]
