@@ -367,12 +367,17 @@ def told_apart(item: Any) -> Any:
     return int(item) if isinstance(item, int) else digest(item)
 
 
+def _most_of(facts: SamplerFacts, num_more: int = 0) -> int:
+    """The items that ``len`` says, and ``num_more``, at most as many as are looked at of an epoch that may not end."""
+    return _MOST_ENDLESS if facts.says is None else min(facts.says + num_more, _MOST)
+
+
 def _left(tried: IteratedSampler, facts: SamplerFacts) -> IteratedSampler:
     """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
     with suppress(Exception):
         items = tried.begin(0, 0)
         with tried.entered():
-            deque(islice(items, facts.says), maxlen=0)
+            deque(islice(items, _most_of(facts)), maxlen=0)
     return tried
 
 
@@ -390,7 +395,7 @@ def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampl
         for tried in (ended, fresh):
             items = tried.begin(1, 0)
             with tried.entered():
-                deque(islice(items, _MOST_ENDLESS if facts.says is None else min(facts.says + 1, _MOST)), maxlen=0)
+                deque(islice(items, _most_of(facts, 1)), maxlen=0)
             held.append(digest_of_contents(tried.sampler, order.dataset, of_copy=True))
         return held[0] == held[1]
     return False

@@ -49,6 +49,15 @@ class Counts(Sampler[int]):
             yield index
 
 
+class CountsForever(Counts):
+    """Counts what it yields, and never ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in itertools.cycle(range(self.length)):
+            self.times += 1
+            yield index
+
+
 def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
     sampler = Counts(200, log=[])
     order = WrappedSampler(sampler)
@@ -67,6 +76,7 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.ByTheClock, False, False),
         (theirs.ClassBalanced, False, False),
         (lambda: Counts(30), True, True),
+        (lambda: CountsForever(30), True, True),
         (theirs.CountsEpochs, True, False),
         (theirs.ShufflesInPlace, True, False),
         (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),
