@@ -349,6 +349,11 @@ class ToldEpochs:
                 holder.set_epoch(epoch)
         self._epoch, self._held = epoch, [_held_by(holder) for holder in holders]
 
+    def note_told(self, holders: Sequence[Any], epoch: int) -> None:
+        """Take what objects hold as told by nobody else, but of those that somebody else has told another epoch."""
+        self.others = self._told_another(holders, (epoch, self._epoch))
+        self.note_iterated(holders)
+
     def note_iterated(self, holders: Sequence[Any]) -> None:
         """Take what objects hold after their own iteration as told by nobody else: lhotse's go on to the next epoch."""
         held = enumerate(map(_held_by, holders))

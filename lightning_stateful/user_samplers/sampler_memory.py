@@ -371,6 +371,8 @@ class SamplerMemory:
                 f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
                 f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
             )
+        # A plain loop tells the epoch, as of torch's DistributedSampler, before the passes ahead of it are begun.
+        self._told.note_told(SamplerParts(order.sampler, order.dataset).samplers, epoch)
         self._begin(order, earlier[known:])
         self._begun_again = told_of
         seconds = time.perf_counter() - started

@@ -344,3 +344,44 @@ def test_a_sampler_that_a_plain_loop_has_set_and_that_is_not_set_again_is_warned
             continue
         with pytest.warns(StatefulWarning, match="Draws had been changed in training when the checkpoint was written"):
             assert [batch.tolist() for batch in resumed] != rest
+
+
+class ToldByLoops(Sampler[int]):
+    """Is told the epoch by the training loop, as torch's DistributedSampler is."""
+
+    def __init__(self, draw: Callable[[list[int]], list[int]] | None) -> None:
+        self.epoch, self.draw, self.order = 0, draw, list(range(12))
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.order = self.order if self.draw is None else self.draw(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(self.order, 12) if self.draw is None else self.order)
+
+
+def looped(sampler: Any, *, state: Any = None, stop: int = -1) -> tuple[list[list[int]], Any]:
+    """Batches of four epochs of a plain loop that tells a sampler the epoch, and the state after ``stop`` of them."""
+    loader: Any = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=sampler), seed=0)  # type: ignore[arg-type]
+    served = list[list[int]]()
+    if state is not None:
+        loader.load_state_dict(state)
+    for epoch in range(0 if state is None else state["progress"]["epoch"], 4):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            served.append(batch.tolist())
+            if len(served) == stop:
+                return served, loader.state_dict()
+    return served, None
+
+
+@pytest.mark.parametrize("draw", [None, lambda _: random.sample(range(12), 12)], ids=["computes", "draws"])
+def test_a_plain_loop_that_tells_a_sampler_the_epoch_is_resumed_where_an_epoch_ends_and_within_it(draw: Any) -> None:
+    served, _ = looped(ToldByLoops(draw))
+    for stop in (3, 5, 6, 9):
+        before, state = looped(ToldByLoops(draw), stop=stop)
+
+        assert before + looped(ToldByLoops(draw), state=state)[0] == served
