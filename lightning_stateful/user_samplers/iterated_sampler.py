@@ -83,9 +83,7 @@ class IteratedSampler:
             state: What :meth:`state` returned then; None to begin with the first item.
             before_iter: Called when the sampler has been told the epoch.
         """
-        self._reseed(epoch, cycle)
-        with self.entered():
-            self._tell(epoch)
+        self.tell(epoch, cycle)
         before_iter()
         if state is not None:
             self._reseed(epoch, cycle, drawn)
@@ -95,6 +93,12 @@ class IteratedSampler:
             iterator = iter(self.sampler)
         # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
         return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
+
+    def tell(self, epoch: int, cycle: int = 0) -> None:
+        """Tell the sampler the epoch, under the randomness of a pass."""
+        self._reseed(epoch, cycle)
+        with self.entered():
+            self._tell(epoch)
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
         """The sampler's own state after it has yielded ``drawn`` items, as plain data."""

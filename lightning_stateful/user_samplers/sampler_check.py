@@ -80,6 +80,9 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         facts.is_harmless = is_quick and not facts.unseen and _begins_alike(tried, fresh)
         facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not (facts.is_harmless and _ends_alike(tried, fresh(), order, facts))
+        if order.has_set_epoch and facts.seconds <= _QUICK:
+            depends, facts.adds_up = _depends_on_told(fresh)
+            facts.remembers = facts.remembers or depends
         if facts.remembers:
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
@@ -399,6 +402,22 @@ def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampl
             held.append(digest_of_contents(tried.sampler, order.dataset, of_copy=True))
         return held[0] == held[1]
     return False
+
+
+def _depends_on_told(fresh: Callable[[], IteratedSampler]) -> tuple[bool, bool]:
+    """Whether the second epoch begins otherwise on a copy that was told of the first, and by how often it was told."""
+    with suppress(Exception):
+        untold, once = _beginning_when_told(fresh(), 0), _beginning_when_told(fresh(), 1)
+        if once != untold and _beginning_when_told(fresh(), 0) == untold:
+            return True, _beginning_when_told(fresh(), 2) != once
+    return False, False
+
+
+def _beginning_when_told(tried: IteratedSampler, times: int) -> list[str]:
+    """The beginning of the second epoch on a copy that was told of the first epoch so many times."""
+    for _ in range(times):
+        tried.tell(0)
+    return _beginning(tried, 1)
 
 
 def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:

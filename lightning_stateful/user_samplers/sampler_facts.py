@@ -24,7 +24,8 @@ class SamplerFacts:
         counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
-        remembers: Whether what it yields depends on its earlier passes, or may in a later epoch.
+        remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
+        adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
@@ -43,6 +44,7 @@ class SamplerFacts:
     seconds: float = 0.0
     asks: bool = False
     remembers: bool = False
+    adds_up: bool = False
     is_harmless: bool = False
     unseen: list[str] = field(default_factory=list)
     contents: str = ""

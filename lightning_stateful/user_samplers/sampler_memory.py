@@ -163,6 +163,13 @@ class SamplerMemory:
                 "numbers, strings, tuples or dataclasses.",
                 once="unseen",
             )
+        if order.facts.adds_up and order.is_trained_on and "nondeterministic" not in order.accept:
+            self._warn(
+                f"What {order.name} yields depends on how often its set_epoch was called, which a resume does not "
+                "repeat, so it may not be exact behind the first epoch. Let set_epoch begin anew: shuffle a copy of "
+                "the list, not what the call before has left.",
+                once="changed",
+            )
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
             known: dict[int, str] = {}

@@ -349,7 +349,7 @@ def test_a_sampler_that_a_plain_loop_has_set_and_that_is_not_set_again_is_warned
 class ToldByLoops(Sampler[int]):
     """Is told the epoch by the training loop, as torch's DistributedSampler is."""
 
-    def __init__(self, draw: Callable[[list[int]], list[int]] | None) -> None:
+    def __init__(self, draw: Callable[[list[int], int], Any] | None) -> None:
         self.epoch, self.draw, self.order = 0, draw, list(range(12))
 
     def __len__(self) -> int:
@@ -357,7 +357,7 @@ class ToldByLoops(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self.order = self.order if self.draw is None else self.draw(self.order)
+        self.order = (self.draw is not None and self.draw(self.order, epoch)) or self.order
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.Random(self.epoch).sample(self.order, 12) if self.draw is None else self.order)
@@ -378,10 +378,27 @@ def looped(sampler: Any, *, state: Any = None, stop: int = -1) -> tuple[list[lis
     return served, None
 
 
-@pytest.mark.parametrize("draw", [None, lambda _: random.sample(range(12), 12)], ids=["computes", "draws"])
+DRAWS: dict[str, Callable[[list[int], int], Any] | None] = {
+    "by the epoch": None,
+    "drawn": lambda _, __: random.sample(range(12), 12),
+    "drawn in every second epoch": lambda _, epoch: None if epoch % 2 else random.sample(range(12), 12),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_a_plain_loop_that_tells_a_sampler_the_epoch_is_resumed_where_an_epoch_ends_and_within_it(draw: Any) -> None:
     served, _ = looped(ToldByLoops(draw))
     for stop in (3, 5, 6, 9):
         before, state = looped(ToldByLoops(draw), stop=stop)
 
         assert before + looped(ToldByLoops(draw), state=state)[0] == served
+
+
+def test_one_that_shuffles_what_it_was_left_with_whenever_it_is_told_is_warned_of_in_the_run_and_on_a_resume() -> None:
+    def shuffle(order: list[int], _: int) -> None:
+        random.shuffle(order)
+
+    with pytest.warns(StatefulWarning, match="depends on how often its set_epoch was called"):
+        _, state = looped(ToldByLoops(shuffle), stop=6)
+    with pytest.warns(StatefulWarning, match="depends on how often its set_epoch was called"):
+        looped(ToldByLoops(shuffle), state=state)

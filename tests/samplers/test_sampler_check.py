@@ -58,6 +58,32 @@ class CountsForever(Counts):
             yield index
 
 
+class Told(Sampler[int]):
+    """Changes its list in place whenever it is told the epoch."""
+
+    def __init__(self, change: Callable[[list[int], int], object]) -> None:
+        self.order, self.change = list(range(30)), change
+
+    def set_epoch(self, epoch: int) -> None:
+        self.change(self.order, epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def test_an_endless_sampler_that_counts_is_tried_over_its_beginning() -> None:
+    class CountsForever(Counts):
+        def __iter__(self) -> Iterator[int]:
+            for index in itertools.cycle(range(self.length)):
+                self.times += 1
+                yield index
+
+    facts = WrappedSampler(CountsForever(40)).facts
+
+    assert (facts.says, facts.length, facts.error) == (None, None, "")
+    assert facts.remembers and facts.is_harmless
+
+
 def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
     sampler = Counts(200, log=[])
     order = WrappedSampler(sampler)
@@ -76,6 +102,9 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.ByTheClock, False, False),
         (theirs.ClassBalanced, False, False),
         (lambda: Counts(30), True, True),
+        (lambda: Told(lambda order, _: order.sort()), False, False),
+        (lambda: Told(lambda order, _: random.shuffle(order)), True, False),
+        (lambda: Told(lambda order, epoch: epoch % 2 or order.reverse()), True, False),
         (lambda: CountsForever(30), True, True),
         (theirs.CountsEpochs, True, False),
         (theirs.ShufflesInPlace, True, False),
