@@ -444,9 +444,10 @@ class _LoaderIterator:
     def __next__(self) -> Any:
         if self._loader is not None:
             self._loader.compare_ranks()
+            # Tells a sampler the epoch that comes, which its len() may follow from.
+            self._may_be_over = self._tracker.progress.consumed > 0
             self._loader.warn_unless_restored()
             self._loader = None
-            self._may_be_over = self._tracker.progress.consumed > 0
         try:
             batch = next(self._batches)
         except StopIteration:

@@ -363,6 +363,16 @@ class ToldByLoops(Sampler[int]):
         return iter(random.Random(self.epoch).sample(self.order, 12) if self.draw is None else self.order)
 
 
+class LongerEachEpoch(ToldByLoops):
+    """Has as many samples as the epoch says."""
+
+    def __len__(self) -> int:
+        return 8 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.choices(range(12), k=len(self)))
+
+
 def looped(sampler: Any, *, state: Any = None, stop: int = -1) -> tuple[list[list[int]], Any]:
     """Batches of four epochs of a plain loop that tells a sampler the epoch, and the state after ``stop`` of them."""
     loader: Any = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=sampler), seed=0)  # type: ignore[arg-type]
@@ -402,3 +412,22 @@ def test_one_that_shuffles_what_it_was_left_with_whenever_it_is_told_is_warned_o
         _, state = looped(ToldByLoops(shuffle), stop=6)
     with pytest.warns(StatefulWarning, match="depends on how often its set_epoch was called"):
         looped(ToldByLoops(shuffle), state=state)
+
+
+def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has_made() -> None:
+    def served(state: Any = None, stop: int = -1) -> tuple[list[list[int]], Any]:
+        found = list[list[int]]()
+        loader: Any = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=LongerEachEpoch(None)), seed=0)  # type: ignore[arg-type]
+        if state is not None:
+            loader.load_state_dict(state)
+        while loader.progress.epoch < 3:
+            for batch in loader:
+                found.append(batch.tolist())
+                if len(found) == stop:
+                    return found, loader.state_dict()
+        return found, None
+
+    for stop in (2, 3, 5):
+        before, state = served(stop=stop)
+
+        assert before + served(state)[0] == served()[0]

@@ -71,19 +71,6 @@ class Told(Sampler[int]):
         return iter(self.order)
 
 
-def test_an_endless_sampler_that_counts_is_tried_over_its_beginning() -> None:
-    class CountsForever(Counts):
-        def __iter__(self) -> Iterator[int]:
-            for index in itertools.cycle(range(self.length)):
-                self.times += 1
-                yield index
-
-    facts = WrappedSampler(CountsForever(40)).facts
-
-    assert (facts.says, facts.length, facts.error) == (None, None, "")
-    assert facts.remembers and facts.is_harmless
-
-
 def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
     sampler = Counts(200, log=[])
     order = WrappedSampler(sampler)
