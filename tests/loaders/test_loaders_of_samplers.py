@@ -420,7 +420,7 @@ def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has
         loader: Any = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=LongerEachEpoch(None)), seed=0)  # type: ignore[arg-type]
         if state is not None:
             loader.load_state_dict(state)
-        while loader.progress.epoch < 3:
+        for _ in range(0 if state is None else state["progress"]["epoch"], 3):
             for batch in loader:
                 found.append(batch.tolist())
                 if len(found) == stop:
