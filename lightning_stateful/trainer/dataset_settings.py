@@ -7,8 +7,10 @@ reads which builds the loaders.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from ctypes import Array, _SimpleCData
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -17,12 +19,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset
 
-from lightning_stateful.contents.build_values import values_read_by
+from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
+from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.samplers.attributes import is_users, names_in, reached
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 from lightning_stateful.streams.outside_values import OutsideValues
 
@@ -32,6 +36,8 @@ _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
+# Ends the text of a value that workers share.
+_SHARED = " in shared memory"
 _DEFAULTS = (bool, int, float, str)
 # Stands for the path of a loader with the values that the method reads which builds the loaders.
 BUILD = "train_dataloader()"
@@ -68,6 +74,8 @@ class DatasetSettings:
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
+        # By path and name.
+        self._only_written: dict[tuple[str, str], bool] = {}
         # What a checkpoint has, and whether training goes on within an epoch.
         self._expected: dict[str, Mapping[str, Any]] = {}
         # By path, names of attributes that a user was told of otherwise.
@@ -182,6 +190,7 @@ class DatasetSettings:
                 for name in sorted(changed - self._changed_by_reading[path])
                 if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
             ]
+            names = [name for name in names if not self._is_only_written(path, name)]
             for name in names[:_MOST_ATTRIBUTES]:
                 first = self._first[path].setdefault(name, now.get(name, ""))
                 found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
@@ -207,14 +216,26 @@ class DatasetSettings:
         changed = [(name, now.get(name, "")) for name in sorted(names)]
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
+    def _is_only_written(self, path: str, name: str) -> bool:
+        """Whether the code that reads samples names a value, and only counts it or writes it down."""
+        if path in self._loaders and (path, name) not in self._only_written:
+            loader = self._loaders[path]
+            of, leaf = (loader.dataset, loader.collate_fn), name.rpartition(".")[2]
+            places = reached({"dataset": of})
+            functions = [place.value for place in places if isinstance(place.value, FunctionType)]
+            is_named = any(leaf in names_in(one.__code__) for one in functions if is_users(one.__module__))
+            is_variable = name in self._outside[path].variables()
+            self._only_written[path, name] = is_named and not uses_of(of, leaf, is_variable=is_variable)[1]
+        return self._only_written.get((path, name), False)
+
     def _of(self, path: str) -> dict[str, str]:
         """The attributes and variables of a loader's dataset, as they are now."""
         loader = self._loaders[path]
         # Plain ones of the class are among the attributes.
         own = (type(loader.dataset), type(loader.collate_fn))
-        variables = self._outside[path].variables().items()
-        held = {name: value for name, (of, value) in variables if of not in own or type(value) not in _DEFAULTS}
-        return {**_attributes(loader), **texts(held)}
+        variables = self._outside[path].variables()
+        held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
+        return {**_followed(loader, variables), **_attributes(loader), **texts(held)}
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
@@ -225,8 +246,9 @@ class DatasetSettings:
         for name, (latest, began, first) in self._expected.pop(path, {}).items():
             if name in self.said.get(path, ()):
                 continue
-            saved, present = began if in_workers else latest, now.get(name, "")
-            if present != saved and (in_workers or present == built.get(name, "")):
+            in_copies = in_workers and not latest.endswith(_SHARED)
+            saved, present = began if in_copies else latest, now.get(name, "")
+            if present != saved and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or 'missing'} and is {present or 'missing'}"
             elif name in self._as_built.get(path, ()):
                 change = f"{name} was {saved or 'missing'}, and went from {built.get(name) or 'missing'} to {present}"
@@ -242,7 +264,7 @@ class DatasetSettings:
         copies = " when the workers of this epoch were started" if in_workers else ""
         if loader is None:
             owner = "Values that the method reads which builds the training loaders"
-        elif wrong.keys() <= self._outside[path].variables().keys():
+        elif all(_is_among(name, self._outside[path].variables()) for name in wrong):
             owner = "Variables that the code of the dataset reads"
         else:
             owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__},"
@@ -278,8 +300,19 @@ def texts(values: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in values.items():
         is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
-        if text := repr(value) if is_plain else _shown(value):
+        if text := repr(value) if is_plain else _shown(value) or text_of_function(value):
             found[name] = _shortened(text)
+    return found
+
+
+def _followed(loader: StatefulLoader, variables: Collection[str]) -> dict[str, str]:
+    """Texts of what the code names that reads and collates samples, but for plain variables."""
+    found: dict[str, str] = {}
+    for number, dataset in enumerate(_users_of(loader.dataset)):
+        for name, text in texts(values_samples_follow(dataset, loader.collate_fn)).items():
+            if name not in variables:
+                is_owned = number and not (name.startswith("collate_fn.") or _is_among(name, variables))
+                found[f"{number}.{name}" if is_owned else name] = text
     return found
 
 
@@ -301,6 +334,11 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
+    if isinstance(value, SynchronizedBase):
+        value = value.get_obj()
+    if isinstance(value, (_SimpleCData, Array)):
+        held = list(value)[:_MOST_BYTES] if isinstance(value, Array) else value.value
+        return f"{held!r}{_SHARED}" if _is_plain([held]) else ""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         value = as_array(value)
     if isinstance(value, np.ndarray):
@@ -332,8 +370,16 @@ def _is_plain(values: list[Any]) -> bool:
     return not left
 
 
+def _is_among(name: str, variables: Mapping[str, Any]) -> bool:
+    """Whether a value is one of some variables, or held by one."""
+    return any(name == one or name.startswith(f"{one}.") for one in variables)
+
+
 def _shortened(text: str) -> str:
-    return hex_digest(text.encode("utf-8", "replace"), size=_SIZE) if len(text) > _MOST_CHARACTERS else text
+    short, is_shared = text.removesuffix(_SHARED), text.endswith(_SHARED)
+    if len(short) > _MOST_CHARACTERS:
+        short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
+    return short + _SHARED * is_shared
 
 
 def _users_of(dataset: Any) -> list[Any]:
