@@ -116,8 +116,8 @@ def text_of_function(value: Any, depth: int = 0) -> str:
         of = [text_of_function(value.func, depth + 1), *(_text_of_argument(one, depth) for one in value.args)]
         return f"partial({', '.join([*of, *keywords])})"
     if isinstance(value, FunctionType):
-        inner = {**closure_of(value), **dict(enumerate(value.__defaults__ or ()))}
-        of = [_digest_of(value.__code__), *(f"{name}={_text_of_argument(part, depth)}" for name, part in inner.items())]
+        inner = [*closure_of(value).items(), *enumerate(value.__defaults__ or ())]
+        of = [_digest_of(value.__code__), *(f"{name}={_text_of_argument(part, depth)}" for name, part in inner)]
         return f"{value.__name__} {hex_digest(repr(of).encode(errors='surrogatepass'), size=4)}"
     return type(value).__qualname__ if callable(value) else ""
 

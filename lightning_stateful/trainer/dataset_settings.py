@@ -36,6 +36,7 @@ _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
+_NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
 # Ends the text of a value that workers share.
 _SHARED = " in shared memory"
 _DEFAULTS = (bool, int, float, str)
@@ -74,6 +75,8 @@ class DatasetSettings:
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
+        # Paths of loaders whose persistent workers were warned of.
+        self._said_copies: set[str] = set()
         # By path and name.
         self._only_written: dict[tuple[str, str], bool] = {}
         # What a checkpoint has, and whether training goes on within an epoch.
@@ -94,7 +97,7 @@ class DatasetSettings:
 
         Of a dataset that was built anew the attributes are others, whatever was set before.
         """
-        self._is_within_epoch = before._is_within_epoch
+        self._is_within_epoch, self._said_copies = before._is_within_epoch, before._said_copies
         for path in self._values.keys() & before._values.keys():
             kept = self._kept(path, before)
             self._built[path] |= {name: before._built[path][name] for name in kept}
@@ -136,7 +139,8 @@ class DatasetSettings:
         """A pass over a loader begins.
 
         Warns:
-            StatefulWarning: A value is not what it was in the run that wrote the checkpoint.
+            StatefulWarning: A value is not what it was in the run that wrote the checkpoint; or a hook has set one
+                after persistent workers were started.
         """
         if path not in self._loaders:
             return
@@ -147,10 +151,10 @@ class DatasetSettings:
                 self._warn(of, now)
                 for name in changed_names(self._built[of], now):
                     self._first[of].setdefault(name, now.get(name, ""))
-                if of == BUILD or not (
-                    loader.num_workers and loader.persistent_workers and loader._iterator is not None
-                ):
+                if of == BUILD or not (_keeps_workers(loader) and loader._iterator is not None):
                     self._at_begin[of] = now
+                else:
+                    self._warn_of_copies(of, now)
 
     def note_build(self) -> None:
         """The loaders are about to be built anew, after which hooks of the epoch may set values for the next.
@@ -184,17 +188,21 @@ class DatasetSettings:
         for path, values in self._values.items():
             built, began, now = self._built[path], self._at_begin[path], values()
             changed = changed_names(built, now) | changed_names(built, began) | self._first[path].keys()
-            # What is held by something that was built later, as the samples of a cache are, no hook has set.
-            names = [
-                name
-                for name in sorted(changed - self._changed_by_reading[path])
-                if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
-            ]
-            names = [name for name in names if not self._is_only_written(path, name)]
-            for name in names[:_MOST_ATTRIBUTES]:
+            for name in self._set_by_hooks(path, changed)[:_MOST_ATTRIBUTES]:
                 first = self._first[path].setdefault(name, now.get(name, ""))
                 found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
         return found
+
+    def _set_by_hooks(self, path: str, changed: set[str]) -> list[str]:
+        """Of values that have changed those that a hook may have set, and that samples may depend on."""
+        built = self._built[path]
+        # What is held by something that was built later, as the samples of a cache are, no hook has set.
+        names = [
+            name
+            for name in sorted(changed - self._changed_by_reading[path])
+            if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
+        ]
+        return [name for name in names if not self._is_only_written(path, name)]
 
     def note_restored(self) -> None:
         """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
@@ -239,6 +247,8 @@ class DatasetSettings:
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
+        if loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
+            self._warn_of_earlier_copies(path, now)
         wrong: dict[str, str] = {}
         counted: list[str] = []
         # Workers have copies from when their pass began, also of what was set later.
@@ -262,19 +272,61 @@ class DatasetSettings:
         if not wrong:
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
-        if loader is None:
-            owner = "Values that the method reads which builds the training loaders"
-        elif all(_is_among(name, self._outside[path].variables()) for name in wrong):
-            owner = "Variables that the code of the dataset reads"
-        else:
-            owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__},"
         rank_zero_warn(
-            f"{owner} were changed in training, by a hook or as later samples were read, in the run that wrote the "
-            f"checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
+            f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
+            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
             "resume is not exact. Set them again before the first batch: in load_state_dict, on_load_checkpoint or "
             "on_train_start.",
             category=StatefulWarning,
         )
+
+    def _owner(self, path: str, names: Collection[str]) -> str:
+        """Words for what has some values."""
+        if path not in self._loaders:
+            return "Values that the method reads which builds the training loaders"
+        variables = self._outside[path].variables()
+        if all(_is_among(name, variables) for name in names):
+            return "Variables that the code of the dataset reads"
+        return f"Attributes of the dataset, a {type(_users_of(self._loaders[path].dataset)[0]).__qualname__},"
+
+    def _warn_of_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn once, if persistent workers have copies of values from before a hook set them."""
+        began = self._at_begin[path]
+        names = self._set_by_hooks(path, changed_names(began, now))
+        left = [
+            f"{name} was {began.get(name) or 'missing'} and is {now.get(name) or 'missing'}"
+            for name in names
+            if not now.get(name, "").endswith(_SHARED)
+        ]
+        if left and path not in self._said_copies:
+            self._said_copies.add(path)
+            rank_zero_warn(
+                f"{self._owner(path, names)} were set after the persistent workers of the training loader had been "
+                f"started: {'; '.join(left[:_MOST_ATTRIBUTES])}. The workers go on with their copies from before, as "
+                "with torch alone, and those of a resume start with the values of then. If samples depend on them, "
+                f"{_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+    def _warn_of_earlier_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn, if the persistent workers of the run that wrote the checkpoint had copies of other values than here."""
+        wrong: dict[str, str] = {}
+        for name, (latest, began, _) in self._expected.get(path, {}).items():
+            present = now.get(name, "")
+            if latest != began != present and not latest.endswith(_SHARED):
+                wrong[name] = f"{name} was {began or 'missing'} and is {present or 'missing'}"
+        if wrong:
+            self.said.setdefault(path, set()).update(wrong)
+            rank_zero_warn(
+                f"{self._owner(path, wrong)} were set after the persistent workers had been started in the run that "
+                f"wrote the checkpoint. It read with copies from before, and workers start with others here: "
+                f"{'; '.join(wrong.values())}. If samples depend on them, the resume is not exact, and {_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+
+def _keeps_workers(loader: StatefulLoader) -> bool:
+    return bool(loader.num_workers and loader.persistent_workers)
 
 
 def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
@@ -370,7 +422,7 @@ def _is_plain(values: list[Any]) -> bool:
     return not left
 
 
-def _is_among(name: str, variables: Mapping[str, Any]) -> bool:
+def _is_among(name: str, variables: Collection[str]) -> bool:
     """Whether a value is one of some variables, or held by one."""
     return any(name == one or name.startswith(f"{one}.") for one in variables)
 

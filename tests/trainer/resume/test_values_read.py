@@ -175,6 +175,11 @@ class InWorkers(Reached):
         return DataLoader(self.dataset, batch_size=4, shuffle=True, num_workers=1)
 
 
+class Persistent(Pool):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_size=20, shuffle=True, num_workers=1, persistent_workers=True)
+
+
 def of_module(data: Reached, epoch: int) -> None:
     CONFIG.level = 2.0
 
@@ -327,6 +332,25 @@ def test_what_nothing_restores_is_named(tmp_path: Path, name: str, hook: str, ch
     exact, said = outcome(tmp_path, hook, change, **how)
     assert not exact
     assert sum(name in one and "the resume is not exact" in one for one in said) == 1, said
+
+
+def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a_resume(tmp_path: Path) -> None:
+    def run(path: Path | None = None) -> tuple[list[Any], list[str]]:
+        changes = Changes(END, by_epoch, "on_train_start" if path else "", lambda data, epoch: by_epoch(data, 0))
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1) if path is None else pl.Callback()
+        trainer = quiet_trainer(changes, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=path is None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(BoringModel(), datamodule=Persistent(), ckpt_path=path)
+        return changes.trained, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+    whole, (said,) = run()
+    assert "set after the persistent workers of the training loader had been started: level was 0 and is 1" in said
+    rest, resumed = run(tmp_path / "step=5.ckpt")
+    assert rest != whole[5:]
+    assert "in the run that wrote the checkpoint" in resumed[0]
+    assert "level was 0 and is 1. If samples depend on them, the resume is not exact" in resumed[0]
+    assert [("level was 1 and is 2" in one) for one in resumed[1:]] == [True], resumed
 
 
 @pytest.mark.parametrize(
