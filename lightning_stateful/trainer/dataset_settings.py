@@ -274,9 +274,9 @@ class DatasetSettings:
         copies = " when the workers of this epoch were started" if in_workers else ""
         rank_zero_warn(
             f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
-            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
-            "resume is not exact. Set them again before the first batch: in load_state_dict, on_load_checkpoint or "
-            "on_train_start.",
+            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on "
+            "them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
+            "on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
         )
 
@@ -320,7 +320,7 @@ class DatasetSettings:
             rank_zero_warn(
                 f"{self._owner(path, wrong)} were set after the persistent workers had been started in the run that "
                 f"wrote the checkpoint. It read with copies from before, and workers start with others here: "
-                f"{'; '.join(wrong.values())}. If samples depend on them, the resume is not exact, and {_NO_COPIES}.",
+                f"{'; '.join(wrong.values())}. If samples depend on them, the resume is not exact: {_NO_COPIES}.",
                 category=StatefulWarning,
             )
 
