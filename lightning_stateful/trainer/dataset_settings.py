@@ -274,8 +274,8 @@ class DatasetSettings:
         copies = " when the workers of this epoch were started" if in_workers else ""
         rank_zero_warn(
             f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
-            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on "
-            "them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
+            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend "
+            "on them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
             "on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
         )
