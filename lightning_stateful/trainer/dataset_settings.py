@@ -86,6 +86,8 @@ class DatasetSettings:
         # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
         self._as_built: dict[str, set[str]] = {}
         self._is_within_epoch = False
+        # Paths of loaders of which no pass has begun since a checkpoint was loaded.
+        self._resumed: frozenset[str] = frozenset()
 
     @property
     def follows_build(self) -> bool:
@@ -132,6 +134,7 @@ class DatasetSettings:
             is_within_epoch: Whether training goes on within an epoch.
         """
         self._expected, self._is_within_epoch = dict(saved), is_within_epoch
+        self._resumed = frozenset(self._loaders)
         for path in saved.keys() & self._first.keys():
             self._first[path] = {name: first for name, (_, _, first) in saved[path].items()}
 
@@ -247,7 +250,8 @@ class DatasetSettings:
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
-        if loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
+        is_first, self._resumed = path in self._resumed, self._resumed - {path}
+        if is_first and loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
             self._warn_of_earlier_copies(path, now)
         wrong: dict[str, str] = {}
         counted: list[str] = []
@@ -311,9 +315,17 @@ class DatasetSettings:
     def _warn_of_earlier_copies(self, path: str, now: Mapping[str, str]) -> None:
         """Warn, if the persistent workers of the run that wrote the checkpoint had copies of other values than here."""
         wrong: dict[str, str] = {}
-        for name, (latest, began, _) in self._expected.get(path, {}).items():
+        saved, built = self._expected.get(path, {}), self._built[path]
+        # What a checkpoint does not have had not changed when workers were started.
+        copies = {name: built.get(name, "") for name in self._set_by_hooks(path, changed_names(built, now))}
+        copies |= {
+            name: began
+            for name, (latest, began, _) in saved.items()
+            if latest != began or now.get(name) != built.get(name)
+        }
+        for name, began in copies.items():
             present = now.get(name, "")
-            if latest != began != present and not latest.endswith(_SHARED):
+            if began != present and not present.endswith(_SHARED):
                 wrong[name] = f"{name} was {began or 'missing'} and is {present or 'missing'}"
         if wrong:
             self.said.setdefault(path, set()).update(wrong)

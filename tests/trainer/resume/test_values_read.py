@@ -334,10 +334,14 @@ def test_what_nothing_restores_is_named(tmp_path: Path, name: str, hook: str, ch
     assert sum(name in one and "the resume is not exact" in one for one in said) == 1, said
 
 
-def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [{}, {"every_n_train_steps": 5}], ids=["end of an epoch", "last batch"])
+def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a_resume(
+    tmp_path: Path, every: dict[str, int]
+) -> None:
     def run(path: Path | None = None) -> tuple[list[Any], list[str]]:
-        changes = Changes(END, by_epoch, "on_train_start" if path else "", lambda data, epoch: by_epoch(data, 0))
-        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1) if path is None else pl.Callback()
+        restored_in = "" if path is None or every else "on_train_start"
+        changes = Changes(END, by_epoch, restored_in, lambda data, epoch: by_epoch(data, 0))
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **every) if path is None else pl.Callback()
         trainer = quiet_trainer(changes, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=path is None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
