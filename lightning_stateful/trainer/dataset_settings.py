@@ -246,7 +246,10 @@ class DatasetSettings:
         own = (type(loader.dataset), type(loader.collate_fn))
         variables = self._outside[path].variables()
         held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
-        return {**_followed(loader, variables), **_attributes(loader), **texts(held)}
+        found = {**_attributes(loader), **texts(held)}
+        # An item of a container is not named beside it.
+        followed = _followed(loader, variables).items()
+        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], found)} | found
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
@@ -373,8 +376,11 @@ def _followed(loader: StatefulLoader, variables: Collection[str]) -> dict[str, s
     """Texts of what the code names that reads and collates samples, but for plain variables."""
     found: dict[str, str] = {}
     for number, dataset in enumerate(_users_of(loader.dataset)):
-        for name, text in texts(values_samples_follow(dataset, loader.collate_fn)).items():
-            if name not in variables:
+        values = values_samples_follow(dataset, loader.collate_fn)
+        followed = texts(values)
+        dicts = {name for name in followed if isinstance(values[name], dict)}
+        for name, text in followed.items():
+            if name not in variables and not _is_among(name.rpartition(".")[0], dicts):
                 is_owned = number and not (name.startswith("collate_fn.") or _is_among(name, variables))
                 found[f"{number}.{name}" if is_owned else name] = text
     return found

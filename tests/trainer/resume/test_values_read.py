@@ -332,6 +332,7 @@ def test_what_nothing_restores_is_named(tmp_path: Path, name: str, hook: str, ch
     exact, said = outcome(tmp_path, hook, change, **how)
     assert not exact
     assert sum(name in one and "the resume is not exact" in one for one in said) == 1, said
+    assert how.get("data") is not Reached or "; " not in said[0], said
 
 
 @pytest.mark.parametrize("every", [{}, {"every_n_train_steps": 5}], ids=["end of an epoch", "last batch"])
