@@ -1,23 +1,25 @@
-"""Finds the values that a method reads, such as ``train_dataloader``: attributes and variables that its code names."""
+"""Finds the values that code reads, of ``train_dataloader`` or of samples: attributes and variables that it names."""
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from lightning_stateful.samplers.attributes import (
     LIGHTNINGS,
+    PLAIN,
     attributes_of,
     closure_of,
     is_users,
     package_of,
     variables_in,
 )
+from lightning_stateful.samplers.fingerprint import hex_digest
 
 # Functions that are followed, at most, and how deep objects are looked into.
 _MOST_FUNCTIONS, _MOST_DEEP = 256, 3
@@ -25,6 +27,11 @@ _OURS = "lightning_stateful"
 _LEFT_OUT = LIGHTNINGS | {_OURS}
 # Called without being named.
 _OF_CLASS, _OF_OBJECT = ("__init__", "__post_init__"), ("__call__", "__getitem__", "__iter__", "__len__")
+_OF_SAMPLES = ("__getitem__", "__getitems__", "__call__")
+# Packages of Python's own whose objects hold settings.
+_HOLDERS = ("types", "argparse")
+# Functions of a list that are looked at.
+_MOST_IN_LIST = 64
 
 
 def values_read_by(owner: Any, method: str) -> dict[str, Any]:
@@ -53,8 +60,90 @@ def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     return {**reading.variables, **reading.values}
 
 
+def values_samples_follow(dataset: Any, collate_fn: Any) -> dict[str, Any]:
+    """The values that the code reads which reads and collates samples, found as by :func:`values_read_by`.
+
+    Functions that objects hold are followed, and objects that variables of modules are.
+
+    Args:
+        dataset: The dataset, or one that holds it, such as a ``Subset``.
+        collate_fn: The ``collate_fn``.
+
+    Returns:
+        The values by the way that leads there.
+    """
+    found: dict[str, Any] = {}
+    way = ""
+    while package_of(type(dataset)) in ("torch", _OURS) and "dataset" in getattr(dataset, "__dict__", {}):
+        dataset, way = dataset.dataset, f"{way}dataset."
+    is_method = isinstance(collate_fn, MethodType)
+    for prefix, owner in ((way, dataset), ("collate_fn.", collate_fn.__self__ if is_method else collate_fn)):
+        reading = _Reading(of_samples=True)
+        methods = (collate_fn.__func__.__name__,) if is_method and owner is not dataset else _OF_SAMPLES
+        for function in (one for method in methods for one in _functions_of(type(owner), method)):
+            reading.follow(function)
+        if isinstance(owner, FunctionType):
+            reading.follow(owner)
+        number = -1
+        while number != len(reading.names):
+            number = len(reading.names)
+            reading.values = {}
+            reading.look_into("", owner, set(), 0)
+            for name, value in list(reading.variables.items()):
+                if isinstance(value, dict) or is_users(type(value).__module__) or package_of(type(value)) in _HOLDERS:
+                    reading.look_into(f"{name}.", value, set(), 1)
+        found |= reading.variables | {
+            name if name.startswith(tuple(f"{one}." for one in reading.variables)) else f"{prefix}{name}": value
+            for name, value in reading.values.items()
+        }
+    return found
+
+
+def text_of_function(value: Any, depth: int = 0) -> str:
+    """A text that tells a function from others, in another process too; empty for what is none, and for classes.
+
+    A partial is told by its arguments, an object by its class, and a list of functions by all of them.
+    """
+    if depth > _MOST_DEEP or isinstance(value, type):
+        return ""
+    if isinstance(value, (list, tuple)):
+        texts = [text_of_function(one, depth + 1) for one in value[:_MOST_IN_LIST]]
+        return f"[{', '.join(texts)}]" if texts and all(texts) else ""
+    if isinstance(value, MethodType):
+        return text_of_function(value.__func__, depth)
+    if isinstance(value, partial):
+        keywords = [f"{name}={_text_of_argument(part, depth)}" for name, part in sorted(value.keywords.items())]
+        of = [text_of_function(value.func, depth + 1), *(_text_of_argument(one, depth) for one in value.args)]
+        return f"partial({', '.join([*of, *keywords])})"
+    if isinstance(value, FunctionType):
+        inner = [*closure_of(value).items(), *enumerate(value.__defaults__ or ())]
+        of = [_digest_of(value.__code__), *(f"{name}={_text_of_argument(part, depth)}" for name, part in inner)]
+        return f"{value.__name__} {hex_digest(repr(of).encode(errors='surrogatepass'), size=4)}"
+    return type(value).__qualname__ if callable(value) else ""
+
+
+def _text_of_argument(value: Any, depth: int) -> str:
+    return repr(value) if type(value) in PLAIN else text_of_function(value, depth + 1)
+
+
+@lru_cache(maxsize=4096)
+def _digest_of(code: CodeType) -> str:
+    constants = [_digest_of(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    # The order of a set is another in another process.
+    constants = [one for one in constants if not one.startswith("frozenset")]
+    return hex_digest(repr((code.co_code, code.co_names, constants)).encode(errors="surrogatepass"), size=4)
+
+
 class _Reading:
-    def __init__(self) -> None:
+    """Goes through code and the objects that it names.
+
+    Args:
+        of_samples: Whether the code reads samples, and not only builds loaders: functions that objects hold are called
+            as well, and datasets are read.
+    """
+
+    def __init__(self, *, of_samples: bool = False) -> None:
+        self._of_samples = of_samples
         self.names: set[str] = set()
         self.variables: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
@@ -92,7 +181,7 @@ class _Reading:
         if depth > _MOST_DEEP or id(value) in above or is_others:
             return
         if not isinstance(value, dict):
-            called = ("__len__",) if isinstance(value, Dataset) else _OF_OBJECT
+            called = ("__len__",) if isinstance(value, Dataset) and not self._of_samples else _OF_OBJECT
             for name in (*sorted(self.names), *(called if depth else ())):
                 for function in _functions_of(type(value), name):
                     self.follow(function)
@@ -101,8 +190,17 @@ class _Reading:
             part = held[name]
             if package_of(type(part)) not in _LEFT_OUT:
                 self.values[f"{way}{name}"] = part
+            if self._of_samples:
+                self._follow_held(part)
             if isinstance(part, dict) or getattr(part, "__dict__", None):
                 self.look_into(f"{way}{name}.", part, above | {id(value)}, depth + 1)
+
+    def _follow_held(self, value: Any) -> None:
+        """Follow a function that an object holds, if it is one of the user's."""
+        while isinstance(value, (partial, MethodType)):
+            value = value.func if isinstance(value, partial) else value.__func__
+        if isinstance(value, FunctionType) and is_users(value.__module__):
+            self.follow(value)
 
 
 def _entries(value: Any) -> dict[Any, Any]:

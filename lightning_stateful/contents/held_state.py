@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from zlib import crc32
@@ -28,7 +29,7 @@ _PLAIN: tuple[Any, ...] = tuple(BUILT_IN)
 _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
-_LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader)
+_LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader, SynchronizedBase)
 _LIBRARIES = LIGHTNINGS | {"lightning_stateful", "datasets"}
 
 

@@ -7,8 +7,10 @@ reads which builds the loaders.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from ctypes import Array, _SimpleCData
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -17,12 +19,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset
 
-from lightning_stateful.contents.build_values import values_read_by
+from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
+from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.samplers.attributes import is_users, names_in, reached
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 from lightning_stateful.streams.outside_values import OutsideValues
 
@@ -32,6 +36,9 @@ _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
+_NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
+# Ends the text of a value that workers share.
+_SHARED = " in shared memory"
 _DEFAULTS = (bool, int, float, str)
 # Stands for the path of a loader with the values that the method reads which builds the loaders.
 BUILD = "train_dataloader()"
@@ -68,6 +75,10 @@ class DatasetSettings:
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
+        # Paths of loaders whose persistent workers were warned of.
+        self._said_copies: set[str] = set()
+        # By path and name.
+        self._only_written: dict[tuple[str, str], bool] = {}
         # What a checkpoint has, and whether training goes on within an epoch.
         self._expected: dict[str, Mapping[str, Any]] = {}
         # By path, names of attributes that a user was told of otherwise.
@@ -75,6 +86,8 @@ class DatasetSettings:
         # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
         self._as_built: dict[str, set[str]] = {}
         self._is_within_epoch = False
+        # Paths of loaders of which no pass has begun since a checkpoint was loaded.
+        self._resumed: frozenset[str] = frozenset()
 
     @property
     def follows_build(self) -> bool:
@@ -86,7 +99,7 @@ class DatasetSettings:
 
         Of a dataset that was built anew the attributes are others, whatever was set before.
         """
-        self._is_within_epoch = before._is_within_epoch
+        self._is_within_epoch, self._said_copies = before._is_within_epoch, before._said_copies
         for path in self._values.keys() & before._values.keys():
             kept = self._kept(path, before)
             self._built[path] |= {name: before._built[path][name] for name in kept}
@@ -121,6 +134,7 @@ class DatasetSettings:
             is_within_epoch: Whether training goes on within an epoch.
         """
         self._expected, self._is_within_epoch = dict(saved), is_within_epoch
+        self._resumed = frozenset(self._loaders)
         for path in saved.keys() & self._first.keys():
             self._first[path] = {name: first for name, (_, _, first) in saved[path].items()}
 
@@ -128,7 +142,8 @@ class DatasetSettings:
         """A pass over a loader begins.
 
         Warns:
-            StatefulWarning: A value is not what it was in the run that wrote the checkpoint.
+            StatefulWarning: A value is not what it was in the run that wrote the checkpoint; or a hook has set one
+                after persistent workers were started.
         """
         if path not in self._loaders:
             return
@@ -139,10 +154,10 @@ class DatasetSettings:
                 self._warn(of, now)
                 for name in changed_names(self._built[of], now):
                     self._first[of].setdefault(name, now.get(name, ""))
-                if of == BUILD or not (
-                    loader.num_workers and loader.persistent_workers and loader._iterator is not None
-                ):
+                if of == BUILD or not (_keeps_workers(loader) and loader._iterator is not None):
                     self._at_begin[of] = now
+                else:
+                    self._warn_of_copies(of, now)
 
     def note_build(self) -> None:
         """The loaders are about to be built anew, after which hooks of the epoch may set values for the next.
@@ -176,16 +191,21 @@ class DatasetSettings:
         for path, values in self._values.items():
             built, began, now = self._built[path], self._at_begin[path], values()
             changed = changed_names(built, now) | changed_names(built, began) | self._first[path].keys()
-            # What is held by something that was built later, as the samples of a cache are, no hook has set.
-            names = [
-                name
-                for name in sorted(changed - self._changed_by_reading[path])
-                if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
-            ]
-            for name in names[:_MOST_ATTRIBUTES]:
+            for name in self._set_by_hooks(path, changed)[:_MOST_ATTRIBUTES]:
                 first = self._first[path].setdefault(name, now.get(name, ""))
                 found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
         return found
+
+    def _set_by_hooks(self, path: str, changed: set[str]) -> list[str]:
+        """Of values that have changed those that a hook may have set, and that samples may depend on."""
+        built = self._built[path]
+        # What is held by something that was built later, as the samples of a cache are, no hook has set.
+        names = [
+            name
+            for name in sorted(changed - self._changed_by_reading[path])
+            if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
+        ]
+        return [name for name in names if not self._is_only_written(path, name)]
 
     def note_restored(self) -> None:
         """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
@@ -207,17 +227,35 @@ class DatasetSettings:
         changed = [(name, now.get(name, "")) for name in sorted(names)]
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
+    def _is_only_written(self, path: str, name: str) -> bool:
+        """Whether the code that reads samples names a value, and only counts it or writes it down."""
+        if path in self._loaders and (path, name) not in self._only_written:
+            loader = self._loaders[path]
+            of, leaf = (loader.dataset, loader.collate_fn), name.rpartition(".")[2]
+            places = reached({"dataset": of})
+            functions = [place.value for place in places if isinstance(place.value, FunctionType)]
+            is_named = any(leaf in names_in(one.__code__) for one in functions if is_users(one.__module__))
+            is_variable = name in self._outside[path].variables()
+            self._only_written[path, name] = is_named and not uses_of(of, leaf, is_variable=is_variable)[1]
+        return self._only_written.get((path, name), False)
+
     def _of(self, path: str) -> dict[str, str]:
         """The attributes and variables of a loader's dataset, as they are now."""
         loader = self._loaders[path]
         # Plain ones of the class are among the attributes.
         own = (type(loader.dataset), type(loader.collate_fn))
-        variables = self._outside[path].variables().items()
-        held = {name: value for name, (of, value) in variables if of not in own or type(value) not in _DEFAULTS}
-        return {**_attributes(loader), **texts(held)}
+        variables = self._outside[path].variables()
+        held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
+        found = {**_attributes(loader), **texts(held)}
+        # An item of a container is not named beside it.
+        followed = _followed(loader, variables).items()
+        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], found)} | found
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
+        is_first, self._resumed = path in self._resumed, self._resumed - {path}
+        if is_first and loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
+            self._warn_of_earlier_copies(path, now)
         wrong: dict[str, str] = {}
         counted: list[str] = []
         # Workers have copies from when their pass began, also of what was set later.
@@ -225,8 +263,9 @@ class DatasetSettings:
         for name, (latest, began, first) in self._expected.pop(path, {}).items():
             if name in self.said.get(path, ()):
                 continue
-            saved, present = began if in_workers else latest, now.get(name, "")
-            if present != saved and (in_workers or present == built.get(name, "")):
+            in_copies = in_workers and not latest.endswith(_SHARED)
+            saved, present = began if in_copies else latest, now.get(name, "")
+            if present != saved and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or 'missing'} and is {present or 'missing'}"
             elif name in self._as_built.get(path, ()):
                 change = f"{name} was {saved or 'missing'}, and went from {built.get(name) or 'missing'} to {present}"
@@ -240,19 +279,69 @@ class DatasetSettings:
         if not wrong:
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
-        if loader is None:
-            owner = "Values that the method reads which builds the training loaders"
-        elif wrong.keys() <= self._outside[path].variables().keys():
-            owner = "Variables that the code of the dataset reads"
-        else:
-            owner = f"Attributes of the dataset, a {type(_users_of(loader.dataset)[0]).__qualname__},"
         rank_zero_warn(
-            f"{owner} were changed in training, by a hook or as later samples were read, in the run that wrote the "
-            f"checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend on them, the "
-            "resume is not exact. Set them again before the first batch: in load_state_dict, on_load_checkpoint or "
-            "on_train_start.",
+            f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
+            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend "
+            "on them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
+            "on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
         )
+
+    def _owner(self, path: str, names: Collection[str]) -> str:
+        """Words for what has some values."""
+        if path not in self._loaders:
+            return "Values that the method reads which builds the training loaders"
+        variables = self._outside[path].variables()
+        if all(_is_among(name, variables) for name in names):
+            return "Variables that the code of the dataset reads"
+        return f"Attributes of the dataset, a {type(_users_of(self._loaders[path].dataset)[0]).__qualname__},"
+
+    def _warn_of_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn once, if persistent workers have copies of values from before a hook set them."""
+        began = self._at_begin[path]
+        names = self._set_by_hooks(path, changed_names(began, now))
+        left = [
+            f"{name} was {began.get(name) or 'missing'} and is {now.get(name) or 'missing'}"
+            for name in names
+            if not now.get(name, "").endswith(_SHARED)
+        ]
+        if left and path not in self._said_copies:
+            self._said_copies.add(path)
+            rank_zero_warn(
+                f"{self._owner(path, names)} were set after the persistent workers of the training loader had been "
+                f"started: {'; '.join(left[:_MOST_ATTRIBUTES])}. The workers go on with their copies from before, as "
+                "with torch alone, and those of a resume start with the values of then. If samples depend on them, "
+                f"{_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+    def _warn_of_earlier_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn, if the persistent workers of the run that wrote the checkpoint had copies of other values than here."""
+        wrong: dict[str, str] = {}
+        saved, built = self._expected.get(path, {}), self._built[path]
+        # What a checkpoint does not have had not changed when workers were started.
+        copies = {name: built.get(name, "") for name in self._set_by_hooks(path, changed_names(built, now))}
+        copies |= {
+            name: began
+            for name, (latest, began, _) in saved.items()
+            if latest != began or now.get(name) != built.get(name)
+        }
+        for name, began in copies.items():
+            present = now.get(name, "")
+            if began != present and not present.endswith(_SHARED):
+                wrong[name] = f"{name} was {began or 'missing'} and is {present or 'missing'}"
+        if wrong:
+            self.said.setdefault(path, set()).update(wrong)
+            rank_zero_warn(
+                f"{self._owner(path, wrong)} were set after the persistent workers had been started in the run that "
+                f"wrote the checkpoint. It read with copies from before, and workers start with others here: "
+                f"{'; '.join(wrong.values())}. If samples depend on them, the resume is not exact: {_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+
+def _keeps_workers(loader: StatefulLoader) -> bool:
+    return bool(loader.num_workers and loader.persistent_workers)
 
 
 def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
@@ -278,8 +367,22 @@ def texts(values: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in values.items():
         is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
-        if text := repr(value) if is_plain else _shown(value):
+        if text := repr(value) if is_plain else _shown(value) or text_of_function(value):
             found[name] = _shortened(text)
+    return found
+
+
+def _followed(loader: StatefulLoader, variables: Collection[str]) -> dict[str, str]:
+    """Texts of what the code names that reads and collates samples, but for plain variables."""
+    found: dict[str, str] = {}
+    for number, dataset in enumerate(_users_of(loader.dataset)):
+        values = values_samples_follow(dataset, loader.collate_fn)
+        followed = texts(values)
+        dicts = {name for name in followed if isinstance(values[name], dict)}
+        for name, text in followed.items():
+            if name not in variables and not _is_among(name.rpartition(".")[0], dicts):
+                is_owned = number and not (name.startswith("collate_fn.") or _is_among(name, variables))
+                found[f"{number}.{name}" if is_owned else name] = text
     return found
 
 
@@ -301,6 +404,11 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
+    if isinstance(value, SynchronizedBase):
+        value = value.get_obj()
+    if isinstance(value, (_SimpleCData, Array)):
+        held = list(value)[:_MOST_BYTES] if isinstance(value, Array) else value.value
+        return f"{held!r}{_SHARED}" if _is_plain([held]) else ""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         value = as_array(value)
     if isinstance(value, np.ndarray):
@@ -332,8 +440,16 @@ def _is_plain(values: list[Any]) -> bool:
     return not left
 
 
+def _is_among(name: str, variables: Collection[str]) -> bool:
+    """Whether a value is one of some variables, or held by one."""
+    return any(name == one or name.startswith(f"{one}.") for one in variables)
+
+
 def _shortened(text: str) -> str:
-    return hex_digest(text.encode("utf-8", "replace"), size=_SIZE) if len(text) > _MOST_CHARACTERS else text
+    short, is_shared = text.removesuffix(_SHARED), text.endswith(_SHARED)
+    if len(short) > _MOST_CHARACTERS:
+        short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
+    return short + _SHARED * is_shared
 
 
 def _users_of(dataset: Any) -> list[Any]:

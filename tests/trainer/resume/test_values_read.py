@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,113 @@ def count(data: Pool, epoch: int) -> None:
     data.ends += 1
 
 
+def weak(number: float, factor: float = 1.0) -> float:
+    return number * factor
+
+
+def strong(number: float) -> float:
+    return number * 3
+
+
+CONFIG = SimpleNamespace(level=1.0, levels={"a": 1.0})
+
+
+class Model(BoringModel):
+    level = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+
+class Reaches(Dataset[torch.Tensor]):
+    """Samples that follow from what an object of the module, a slot, functions, a model and shared memory hold."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        self.slot, self.model = 1.0, Model()
+        self.transform: Any = weak
+        self.partial: Any = functools.partial(weak, factor=1.0)
+        self.shared = multiprocessing.Value("d", 1.0)
+        self.corrupt, self.files, self.told, self.latest = 0, list[int](), False, 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 7 == 3:
+            self.corrupt += 1
+            self.files.append(index)
+            self.latest = index
+            if self.corrupt < 2:
+                print("corrupt", self.corrupt)
+            if not self.told:
+                print("one is corrupt")
+                self.told = True
+        level = self.slot * CONFIG.level * CONFIG.levels["a"] * self.model.level * self.shared.value
+        return torch.full((32,), self.transform(self.partial(index + 100.0 * level)))
+
+
+class Reached(Once):
+    def __init__(self) -> None:
+        super().__init__()
+        CONFIG.level = CONFIG.levels["a"] = self.factor = 1.0
+        self.dataset: Any = Reaches()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(self.dataset, range(12)), batch_size=4, shuffle=True, collate_fn=self.collate)
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.factor
+
+
+class InWorkers(Reached):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_size=4, shuffle=True, num_workers=1)
+
+
+class Persistent(Pool):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_size=20, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+def of_module(data: Reached, epoch: int) -> None:
+    CONFIG.level = 2.0
+
+
+def in_dict_of_module(data: Reached, epoch: int) -> None:
+    CONFIG.levels["a"] = 2.0
+
+
+def slot(data: Reached, epoch: int) -> None:
+    data.dataset.slot = 2.0
+
+
+def of_model(data: Reached, epoch: int) -> None:
+    data.dataset.model.level = 2.0
+
+
+def function(data: Reached, epoch: int) -> None:
+    data.dataset.transform = strong
+
+
+def lambda_(data: Reached, epoch: int) -> None:
+    data.dataset.transform = lambda number: number * 2
+
+
+def partial(data: Reached, epoch: int) -> None:
+    data.dataset.partial = functools.partial(weak, factor=2.0)
+
+
+def collate(data: Reached, epoch: int) -> None:
+    data.factor = 2.0
+
+
+def shared(data: Reached, epoch: int) -> None:
+    data.dataset.shared.value += 1.0
+
+
 Hook = Callable[[Any, int], None]
 
 
@@ -207,12 +316,46 @@ def outcome(
         (".LEVEL was", END, globally, {"after": 0}),
         (".LEVEL was", END, globally, {"after": 0, "every": 0, "data": Once}),
         (".LEVEL was", END, globally, {"after": 1, "batch": -1, "every": 0, "data": Once}),
+        (".CONFIG.level was 2.0 and is 1.0", END, of_module, {"after": 0, "every": 0, "data": Reached}),
+        (".CONFIG.levels was {'a': 2.0}", END, in_dict_of_module, {"after": 0, "every": 0, "data": Reached}),
+        ("slot was 2.0", END, slot, {"after": 0, "every": 0, "data": Reached}),
+        ("model.level was 2.0", END, of_model, {"after": 0, "every": 0, "data": Reached}),
+        ("transform was strong", END, function, {"after": 0, "every": 0, "data": Reached}),
+        ("transform was <lambda> ", END, lambda_, {"after": 0, "every": 0, "data": Reached}),
+        ("partial was", END, partial, {"after": 0, "every": 0, "data": Reached}),
+        ("factor was 2.0", END, collate, {"after": 0, "every": 0, "data": Reached}),
+        ("shared was 4.0", BATCH, shared, {"after": 0, "every": 0, "data": Reached}),
+        ("shared was", BATCH, shared, {"after": 0, "batch": 2, "every": 0, "data": InWorkers}),
     ],
 )
 def test_what_nothing_restores_is_named(tmp_path: Path, name: str, hook: str, change: Hook, how: Any) -> None:
     exact, said = outcome(tmp_path, hook, change, **how)
     assert not exact
     assert sum(name in one and "the resume is not exact" in one for one in said) == 1, said
+    assert how.get("data") is not Reached or "; " not in said[0], said
+
+
+@pytest.mark.parametrize("every", [{}, {"every_n_train_steps": 5}], ids=["end of an epoch", "last batch"])
+def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a_resume(
+    tmp_path: Path, every: dict[str, int]
+) -> None:
+    def run(path: Path | None = None) -> tuple[list[Any], list[str]]:
+        restored_in = "" if path is None or every else "on_train_start"
+        changes = Changes(END, by_epoch, restored_in, lambda data, epoch: by_epoch(data, 0))
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **every) if path is None else pl.Callback()
+        trainer = quiet_trainer(changes, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=path is None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(BoringModel(), datamodule=Persistent(), ckpt_path=path)
+        return changes.trained, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+    whole, (said,) = run()
+    assert "set after the persistent workers of the training loader had been started: level was 0 and is 1" in said
+    rest, resumed = run(tmp_path / "step=5.ckpt")
+    assert rest != whole[5:]
+    assert "in the run that wrote the checkpoint" in resumed[0]
+    assert "level was 0 and is 1. If samples depend on them, the resume is not exact" in resumed[0]
+    assert [("level was 1 and is 2" in one) for one in resumed[1:]] == [True], resumed
 
 
 @pytest.mark.parametrize(
@@ -232,6 +375,12 @@ def test_what_nothing_restores_is_named(tmp_path: Path, name: str, hook: str, ch
         (END, globally_by_epoch, {"after": 1, "batch": -1}),
         (START, globally_by_epoch, {"after": 1}),
         (START, harden, {"after": 1, "data": BuildsAnew}),
+        # Samples do not follow from counts, and from what is only written down.
+        *((END, count, {"after": 0, "batch": one, "every": 0, "data": Reached}) for one in (0, 1, 2)),
+        *(
+            (END, one, {"after": 0, "every": 0, "data": Reached, "restored_in": "setup"})
+            for one in (of_module, lambda_)
+        ),
     ],
 )
 def test_what_is_exact_is_not_warned_of(tmp_path: Path, hook: str, change: Hook, how: Any) -> None:
