@@ -19,6 +19,8 @@ _READ = {"__getitem__", "__getitems__", "__call__", "forward"}
 _ADD = {"append", "appendleft", "add", "extend"}
 _PUT = _ADD | {"get_lock", "acquire", "release"}
 _TELL = {"print", "write", "log", "debug", "info", "warn", "warning", "error", "exception", "critical", "next"}
+# Functions that make a number of something.
+_NUMBER = {"len", "int", "float", "min", "max", "abs", "round", "sum"}
 # Those that may take any attribute of an object, and attributes that hold all of them.
 _TAKE, _ALL = {"getattr", "vars", "copy", "deepcopy"}, {"__dict__", "__getstate__"}
 
@@ -259,12 +261,16 @@ class _Uses(ast.NodeVisitor):
             (target, *others), value = step.targets, step.value
             if _is_under_key(target, self._owner):
                 return not others and not isinstance(value, ast.Constant)
+            if isinstance(value, ast.Constant) and not others and isinstance(target, ast.Attribute):
+                self.into |= {attribute for attribute in [_attribute_of(target, self._owner)] if attribute}
+                return _attribute_of(target, self._owner) is not None
             assigns = [one for one in block if isinstance(one, ast.Assign)]
             kept = [ast.unparse(one.value) for one in assigns if _is_under_key(one.targets[0], self._owner)]
             return isinstance(target, ast.Name) and not others and (target.id in kept or self._is_kept(value))
-        is_put = isinstance(step, ast.Expr) and isinstance(step.value, ast.Call) and self._is_put(step.value)
+        if isinstance(step, ast.Expr) and isinstance(step.value, ast.Call) and self._is_put(step.value):
+            return not self._is_in(*step.value.args)
         is_taken = isinstance(step, ast.Return) and step.value is not None and self._is_kept(step.value)
-        return self._tells(step) or is_taken or (is_put and not self._is_in(*step.value.args))  # type: ignore[attr-defined]
+        return is_taken or isinstance(step, ast.Raise) or self._tells(step)
 
     def _is_kept(self, value: ast.expr) -> bool:
         """Whether this is a sample that the function keeps, or a copy of it."""
@@ -319,8 +325,8 @@ class _Uses(ast.NodeVisitor):
             self.visit(value)
 
     def _is_simple(self, value: ast.expr) -> bool:
-        """Whether nothing is called with the value."""
-        calls = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
+        """Whether nothing of the user's is called with the value."""
+        calls = [part for part in ast.walk(value) if isinstance(part, ast.Call) and _called(part) not in _NUMBER]
         return not any(self._is_in(*part.args, *part.keywords) for part in calls)
 
     def _goes_into(self, targets: list[ast.expr], value: ast.expr) -> bool:

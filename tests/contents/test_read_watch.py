@@ -246,6 +246,16 @@ class Weights(Remembers):
         return index, self.mean, sample.calls
 
 
+class ByFlag(Remembers):
+    """Reads in another way once all were read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen.add(index)
+        if len(self.seen) == SIZE:
+            self.is_full = True
+        return index, self.is_full
+
+
 class OverridesCount(CountsInClass):
     """Calls the method that counts."""
 
@@ -270,6 +280,11 @@ class Caches(Remembers):
         value = torch.tensor(index)
         self.seen.add(index)
         self.values[index] = value
+        self.share = len(self.seen) / SIZE
+        if len(self.seen) == SIZE:
+            self.is_full = True
+        if len(self.seen) > SIZE:
+            raise RuntimeError("an index was outside")
         return value
 
     def listed(self, index: int) -> Any:
@@ -355,6 +370,7 @@ HARMLESS = {
 }
 REMEMBERING = {
     "seen indices": (lambda: Remembers(seen_before, seen=set()), "Remembers changes 'seen' whenever"),
+    "flag by seen indices": (lambda: ByFlag(len, seen=set(), is_full=False), "ByFlag changes 'seen' whenever"),
     "reads of each": (lambda: Remembers(reads_of_each, reads={}), "Remembers changes 'reads' whenever"),
     "bank that is soon full": (lambda: Remembers(from_bank, bank=[]), "Remembers changes 'bank' whenever"),
     "mean that is used": (lambda: Weights(len, reads=0, mean=0.0), "Weights changes 'mean' and 'reads' whenever"),
