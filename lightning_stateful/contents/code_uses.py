@@ -256,7 +256,12 @@ class _Uses(ast.NodeVisitor):
     def _keeps(self, step: ast.stmt, block: list[ast.stmt]) -> bool:
         """Whether a statement only writes down, counts, keeps a sample under its key, or takes one that was kept."""
         if isinstance(step, ast.AugAssign):
-            return self._holds(step.target) and not self._is_in(step.value)
+            attribute = _attribute_of(step.target, self._owner) if self._owner else None
+            self.into |= {attribute} - {self._name} if attribute else set()
+            return not self._is_in(step.value) and (attribute is not None or self._holds(step.target))
+        if isinstance(step, ast.Assign) and all(map(self._is_named, step.targets)):
+            # Such as one that is emptied, or cut.
+            return self._is_simple(step.value)
         if isinstance(step, ast.Assign) and not self._tells(step) and not self._is_in(step):
             (target, *others), value = step.targets, step.value
             if _is_under_key(target, self._owner):

@@ -283,6 +283,12 @@ class Caches(Remembers):
         self.share = len(self.seen) / SIZE
         if len(self.seen) == SIZE:
             self.is_full = True
+        if index not in self.noted:
+            self.noted.add(index)
+            self.num_noted += 1
+        self.log.append(index)
+        if len(self.log) > 9:
+            self.log = self.log[-3:]
         if len(self.seen) > SIZE:
             raise RuntimeError("an index was outside")
         return value
@@ -344,6 +350,9 @@ HARMLESS = {
         most=50,
         names=[],
         bad=set(),
+        noted=set(),
+        num_noted=0,
+        log=[],
     ),
     "count in place of one that is used": lambda: OverridesShared(len, shared=multiprocessing.Value("i", 0)),
     "logged": lambda: Remembers(
