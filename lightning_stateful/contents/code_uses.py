@@ -1,48 +1,108 @@
 """Tells from the source of functions whether they use a count or a queue for more than counting, and for logging."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import inspect
+import linecache
+import warnings
 from functools import lru_cache
-from tokenize import TokenError
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_stateful.samplers.attributes import Place, is_users, names_in, reached
 
 # Functions by which samples are read.
 _READ = {"__getitem__", "__getitems__", "__call__", "forward"}
 # Those that only put something into a container, or lock it; and those whose result, if any, is only written down.
-_PUT = {"append", "appendleft", "add", "extend", "get_lock", "acquire", "release"}
+_ADD = {"append", "appendleft", "add", "extend"}
+_PUT = _ADD | {"get_lock", "acquire", "release"}
 _TELL = {"print", "write", "log", "debug", "info", "warn", "warning", "error", "exception", "critical", "next"}
+# Functions that make a number of something.
+_NUMBER = {"len", "int", "float", "min", "max", "abs", "round", "sum"}
 # Those that may take any attribute of an object, and attributes that hold all of them.
 _TAKE, _ALL = {"getattr", "vars", "copy", "deepcopy"}, {"__dict__", "__getstate__"}
 
 
-def uses_of(dataset: Any, name: str, *, is_variable: bool = False) -> tuple[bool, bool]:
+class Use(NamedTuple):
+    """The use of a value by the code that reads samples.
+
+    Attributes:
+        counts: Whether it counts it up, or sets it from what it was.
+        uses: Whether it does more with it than to count, to put something into it, and to write it down now and then.
+        grows: Whether it counts it up, or puts something into it, for each sample, or for each that it does not have.
+        uses_all: Whether it uses more of it than the item of a key.
+        into: Attributes that are set from it.
+    """
+
+    counts: bool = False
+    uses: bool = False
+    grows: bool = False
+    uses_all: bool = False
+    into: frozenset[str] = frozenset()
+
+
+def uses_of(dataset: Any, name: str, *, is_variable: bool = False) -> Use:
     """Whether the code that reads samples counts a value up, and whether it does more with it than that.
 
     Nothing more is done by ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, nor by
-    ``if self.reads % 1000 == 0: print(self.reads)``. Looked at are all functions of the user's that reading may call.
+    ``if self.reads % 1000 == 0: print(self.reads)``, by what only says whether a sample is kept under its index, by
+    what sets an attribute that is not used, nor by what is set in the same function before.
+    Looked at are all functions of the user's that reading may call.
 
     Args:
         dataset: The dataset.
         name: The name of the value.
         is_variable: Whether it may be a variable or an argument, and not only an attribute.
     """
-    found = [_uses_in(code, name, is_variable) for code in _code_of(dataset)]
-    return any(counts for counts, _ in found), any(uses for _, uses in found)
+    codes = _code_of(dataset)
+    found: dict[str, Use] = {}
+    left = {name}
+    while left:
+        one = left.pop()
+        found[one] = _joined([_uses_in(code, one, is_variable and one == name) for code in codes])
+        left |= found[one].into - found.keys()
+    return found[name]._replace(
+        uses=any(use.uses for use in found.values()),
+        uses_all=found[name].uses_all or any(use.uses for other, use in found.items() if other != name),
+    )
+
+
+def _joined(uses: list[Use]) -> Use:
+    return Use(
+        counts=any(use.counts for use in uses),
+        uses=any(use.uses for use in uses),
+        grows=any(use.grows for use in uses),
+        uses_all=any(use.uses_all for use in uses),
+        into=frozenset().union(*(use.into for use in uses)),
+    )
 
 
 def _code_of(dataset: Any) -> list[CodeType]:
     """The code of the user's functions that reading samples may call, as far as their names tell."""
     places = [place for place in reached({"dataset": dataset}) if isinstance(place.value, FunctionType)]
-    functions = [place.value for place in places if is_users(place.value.__module__)]
+    places = [place for place in places if is_users(place.value.__module__)]
+    own = [place for place in places if not _is_overridden(place)]
+    called = _called_by(own)
+    if len(own) < len(places):
+        # A method may call the one that it overrides.
+        own = [place for place in places if not _is_overridden(place) or called & {"super", _class_of(place)}]
+        called = _called_by(own)
+    return list(dict.fromkeys(place.value.__code__ for place in own if place.value.__name__ in called))
+
+
+def _called_by(places: list[Place]) -> set[str]:
+    """The names that functions by which samples are read name, and those that these name, and so on."""
     called = {*_READ, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
+    functions = [place.value for place in places]
     while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
         called |= more
-    return list(dict.fromkeys(one.__code__ for one in functions if one.__name__ in called))
+    return called
+
+
+def _class_of(place: Place) -> str:
+    return str(place.value.__qualname__.rpartition(".")[0].rpartition(".")[2])
 
 
 def _is_method(place: Place) -> bool:
@@ -51,39 +111,132 @@ def _is_method(place: Place) -> bool:
     return held is function or isinstance(held, (staticmethod, classmethod, property))
 
 
+def _is_overridden(place: Place) -> bool:
+    """Whether a function is that of a base class which has another one in its place, or only that leads to it."""
+    if place.above is None:
+        return False
+    kind, name = type(place.above.value), getattr(place.value, "__name__", "")
+    held = [vars(one)[name] for one in kind.__mro__ if name in vars(one)]
+    is_method = isinstance(place.value, FunctionType) and any(one is place.value for one in held)
+    return (is_method and held[0] is not place.value) or _is_overridden(place.above)
+
+
 @lru_cache(maxsize=1024)
-def _uses_in(code: CodeType, name: str, is_variable: bool) -> tuple[bool, bool]:
-    try:
-        # Not of a function, which may say that it is another one.
-        source = inspect.getsource(code)
-        tree = ast.parse(f"if 1:\n{source}" if source[0].isspace() else source)
-    except (OSError, TypeError, SyntaxError, TokenError):
-        # There is no source, or that of a lambda which is a part of a statement.
+def _uses_in(code: CodeType, name: str, is_variable: bool) -> Use:
+    functions = _functions_of(code)
+    if not functions:
+        # There is no source, or that of other code.
         is_named = name in {*names_in(code), *code.co_varnames, *code.co_freevars}
-        return is_named, is_named
-    found = _Uses(name, is_variable)
-    found.visit(tree)
-    return found.counts, found.uses
+        return Use(is_named, is_named)
+    found = []
+    for function, owner in functions:
+        uses = _Uses(name, is_variable, owner, _kept_in(function, owner))
+        uses.visit(function)
+        found.append(Use(uses.counts, uses.uses, uses.grows, uses.uses_all, frozenset(uses.into)))
+    return _joined(found)
+
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def _functions_of(code: CodeType) -> list[tuple[_Function, str]]:
+    """The functions in source that code may be of, and the names of the object in methods; none if it has changed."""
+    # Not of a function, which may say that it is another one.
+    linecache.checkcache(code.co_filename)
+    source = "".join(linecache.getlines(code.co_filename))
+    codes, functions = _parsed(source, code.co_flags & __future__.annotations.compiler_flag)
+    return functions.get((code.co_firstlineno, code.co_name), []) if code in codes else []
+
+
+@lru_cache(maxsize=32)
+def _parsed(source: str, flags: int) -> tuple[set[CodeType], dict[tuple[int, str], list[tuple[_Function, str]]]]:
+    """All code of a file, and its functions by line and name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tree = ast.parse(source)
+            left, codes = [compile(source, "", "exec", flags, dont_inherit=True)], set()
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return set(), {}
+    while left:
+        codes.add(code := left.pop())
+        left += [part for part in code.co_consts if isinstance(part, CodeType)]
+    methods = {part: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body}
+    functions: dict[tuple[int, str], list[tuple[_Function, str]]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, _Function):
+            line = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+            arguments = [*node.args.posonlyargs, *node.args.args] if node in methods else []
+            owner = arguments[0].arg if arguments else ""
+            functions.setdefault((line, getattr(node, "name", "<lambda>")), []).append((node, owner))
+    return codes, functions
+
+
+def _kept_in(function: ast.AST, owner: str) -> set[str]:
+    """What a method keeps under keys, such as ``self.cache[index]``."""
+    steps = (node for node in ast.walk(function) if isinstance(node, ast.Assign))
+    return {ast.unparse(target) for step in steps for target in step.targets if _is_under_key(target, owner)}
+
+
+def _is_under_key(node: ast.AST, owner: str) -> bool:
+    """Whether this is an item of an attribute by a key that is no constant."""
+    if not owner or not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Attribute):
+        return False
+    return _is_key(node.slice) and _attribute_of(node, owner) is not None
+
+
+def _is_key(node: ast.AST) -> bool:
+    """Whether an index follows from variables alone."""
+    calls = [_called(part) for part in ast.walk(node) if isinstance(part, ast.Call)]
+    is_slice = any(isinstance(part, ast.Slice) for part in ast.walk(node))
+    return not is_slice and {*calls} <= {"int", "str"} and any(isinstance(part, ast.Name) for part in ast.walk(node))
+
+
+def _attribute_of(node: ast.expr, owner: str) -> str | None:
+    """The attribute of a method's object that this is, or is an item of."""
+    held: ast.expr = node
+    while isinstance(held, ast.Subscript):
+        held = held.value
+    if not isinstance(held, ast.Attribute) or not isinstance(held.value, ast.Name):
+        return None
+    return held.attr if held.value.id == owner else None
 
 
 class _Uses(ast.NodeVisitor):
-    """Goes through source, and notes what it does with a value of a name.
+    """Goes through a function, and notes what it does with a value of a name, as ``Use`` says it.
 
-    Attributes:
-        counts: Whether it counts it up, or sets it from what it was.
-        uses: Whether it does more with it than to count, to put something into it, and to write it down now and then.
+    Args:
+        name: The name.
+        is_variable: Whether it may be a variable or an argument, and not only an attribute.
+        owner: The name of the object in a method.
+        kept: What the function keeps under keys.
     """
 
-    def __init__(self, name: str, is_variable: bool) -> None:
-        self._name, self._is_variable = name, is_variable
-        self.counts = self.uses = False
+    def __init__(self, name: str, is_variable: bool, owner: str, kept: set[str]) -> None:
+        self._name, self._is_variable, self._owner, self._kept = name, is_variable, owner, kept
+        self.counts = self.uses = self.grows = self.uses_all = False
+        self.into: set[str] = set()
+        # What was set before in this block or in one around it.
+        self._set: set[str] = set()
+        self._is_now_and_then = False
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Visit the parts of a node; what a block sets is known in that block alone."""
+        for _, part in ast.iter_fields(node):
+            before = set(self._set)
+            for one in part if isinstance(part, list) else [part]:
+                if isinstance(one, ast.AST):
+                    self.visit(one)
+            self._set = before
 
     def _is_named(self, node: ast.AST) -> bool:
         is_variable = self._is_variable and isinstance(node, ast.Name) and node.id == self._name
         return is_variable or (isinstance(node, ast.Attribute) and node.attr == self._name)
 
     def _is_in(self, *nodes: ast.AST) -> bool:
-        return any(self._is_named(part) for node in nodes for part in ast.walk(node))
+        parts = [part for node in nodes for part in ast.walk(node)]
+        methods = {part.func for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)}
+        return any(self._is_named(part) for part in parts if part not in methods)
 
     def _holds(self, node: ast.AST) -> bool:
         """Whether this is the value, an item or an attribute of it."""
@@ -100,27 +253,94 @@ class _Uses(ast.NodeVisitor):
         is_call = isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)
         return isinstance(step, ast.Pass) or (is_call and _called(step.value) in _TELL)  # type: ignore[attr-defined]
 
+    def _keeps(self, step: ast.stmt, block: list[ast.stmt]) -> bool:
+        """Whether a statement only writes down, counts, keeps a sample under its key, or takes one that was kept."""
+        if isinstance(step, ast.AugAssign):
+            attribute = _attribute_of(step.target, self._owner) if self._owner else None
+            self.into |= {attribute} - {self._name} if attribute else set()
+            return not self._is_in(step.value) and (attribute is not None or self._holds(step.target))
+        if isinstance(step, ast.Assign) and all(map(self._is_named, step.targets)):
+            # Such as one that is emptied, or cut.
+            return self._is_simple(step.value)
+        if isinstance(step, ast.Assign) and not self._tells(step) and not self._is_in(step):
+            (target, *others), value = step.targets, step.value
+            if _is_under_key(target, self._owner):
+                return not others and not isinstance(value, ast.Constant)
+            if isinstance(value, ast.Constant) and not others and isinstance(target, ast.Attribute):
+                self.into |= {attribute for attribute in [_attribute_of(target, self._owner)] if attribute}
+                return _attribute_of(target, self._owner) is not None
+            assigns = [one for one in block if isinstance(one, ast.Assign)]
+            kept = [ast.unparse(one.value) for one in assigns if _is_under_key(one.targets[0], self._owner)]
+            return isinstance(target, ast.Name) and not others and (target.id in kept or self._is_kept(value))
+        if isinstance(step, ast.Expr) and isinstance(step.value, ast.Call) and self._is_put(step.value):
+            return not self._is_in(*step.value.args)
+        is_taken = isinstance(step, ast.Return) and step.value is not None and self._is_kept(step.value)
+        return is_taken or isinstance(step, ast.Raise) or self._tells(step)
+
+    def _is_kept(self, value: ast.expr) -> bool:
+        """Whether this is a sample that the function keeps, or a copy of it."""
+        while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args:
+            value = value.func.value
+        return ast.unparse(value) in self._kept
+
+    def _is_put(self, node: ast.Call) -> bool:
+        return _called(node) in _PUT and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value)
+
     def visit_Expr(self, node: ast.Expr) -> None:
         if not self._tells(node):
             self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if not self._tells(node):
-            self.generic_visit(node)
+        """Visit a condition, unless all that follows from it is what is written down or kept."""
+        is_about = self._is_in(node.test)
+        if self._tells(node):
+            return
+        blocks = [node.body, node.orelse]
+        if not (is_about and all(self._keeps(step, block) for block in blocks for step in block)):
+            self.visit(node.test)
+        before, self._is_now_and_then = self._is_now_and_then, self._is_now_and_then or not is_about
+        for block in blocks:
+            self.generic_visit(ast.Module(block, []))
+        self._is_now_and_then = before
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        before, self._is_now_and_then = self._is_now_and_then, True
+        self.generic_visit(node)
+        self._is_now_and_then = before
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if self._holds(node.target):
             self.counts = True
-            self.visit(node.value)
-        else:
+            self.grows = self.grows or not self._is_now_and_then
+            self._visit_value(node.value)
+        elif not self._goes_into([node.target], node.value):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if any(map(self._holds, node.targets)) and self._is_in(node.value):
             # Also one that is made where it is None.
             self.counts = True
-        else:
+            self.grows = self.grows or (isinstance(node.value, ast.BinOp) and not self._is_now_and_then)
+        elif not self._goes_into(node.targets, node.value):
             self.generic_visit(node)
+            self._set |= {ast.unparse(target) for target in node.targets if self._is_named(target)}
+
+    def _visit_value(self, value: ast.expr) -> None:
+        if self._is_in(value) and not self._is_simple(value):
+            self.visit(value)
+
+    def _is_simple(self, value: ast.expr) -> bool:
+        """Whether nothing of the user's is called with the value."""
+        calls = [part for part in ast.walk(value) if isinstance(part, ast.Call) and _called(part) not in _NUMBER]
+        return not any(self._is_in(*part.args, *part.keywords) for part in calls)
+
+    def _goes_into(self, targets: list[ast.expr], value: ast.expr) -> bool:
+        """Whether an attribute of the object is set from the value, which is noted."""
+        names = {_attribute_of(target, self._owner) if self._owner else None for target in targets}
+        if None in names or self._is_in(*targets) or not self._is_in(value) or not self._is_simple(value):
+            return False
+        self.into |= {name for name in names if name}
+        return True
 
     def visit_Compare(self, node: ast.Compare) -> None:
         is_none = isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
@@ -131,19 +351,36 @@ class _Uses(ast.NodeVisitor):
         called, first = _called(node), node.args[0] if node.args else None
         is_selfs = isinstance(first, ast.Name) and first.id == "self"
         names = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
-        self.uses = self.uses or (called in _TAKE and is_selfs and names in ([], [self._name]))
-        if called in _PUT and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value):
+        if called in _TAKE and is_selfs and names in ([], [self._name]):
+            self.uses = self.uses_all = True
+        if self._is_put(node):
+            self.grows = self.grows or (called in _ADD and not self._is_now_and_then)
             for part in node.args:
                 self.visit(part)
+        elif isinstance(node.func, ast.Attribute) and self._is_named(node.func):
+            # A method of that name.
+            self.generic_visit(ast.Tuple([node.func.value, *node.args, *(one.value for one in node.keywords)]))
         else:
             self.generic_visit(node)
 
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        uses_all = self.uses_all
+        self.generic_visit(node)
+        if self._is_named(node.value) and _is_key(node.slice) and not self._is_in(node.slice):
+            self.uses_all = uses_all
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.uses = self.uses or node.attr in _ALL or (self._is_named(node) and isinstance(node.ctx, ast.Load))
+        self._note(node)
+        if node.attr in _ALL:
+            self.uses = self.uses_all = True
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        self.uses = self.uses or (self._is_named(node) and isinstance(node.ctx, ast.Load))
+        self._note(node)
+
+    def _note(self, node: ast.Attribute | ast.Name) -> None:
+        if self._is_named(node) and isinstance(node.ctx, ast.Load) and ast.unparse(node) not in self._set:
+            self.uses = self.uses_all = True
 
 
 def _called(node: ast.Call) -> str:

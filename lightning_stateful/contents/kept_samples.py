@@ -106,8 +106,16 @@ def _states_of_process() -> tuple[Any, ...]:
 
 
 def _size(value: Any) -> int:
-    """The number of items of a container, of a list those that are not None; 0 for other values."""
+    """The items of a dict or a set; those of a list, tensor or array that are neither None nor False; 0 for others."""
     if isinstance(value, (dict, set)):
         return dict.__len__(value) if isinstance(value, dict) else set.__len__(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        # One that says which samples are kept in another one; not on a GPU, which would wait for it.
+        is_mask = value.dtype in (torch.bool, np.bool_) and value.shape[:1] == value.shape and _is_on_cpu(value)
+        return int(np.count_nonzero(value)) if is_mask and len(value) <= _MOST_ITEMS else 0
     is_looked_at = isinstance(value, list) and list.__len__(value) <= _MOST_ITEMS
-    return sum(item is not None for item in list.__iter__(value)) if is_looked_at else 0
+    return sum(item is not None and item is not False for item in list.__iter__(value)) if is_looked_at else 0
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or value.device.type == "cpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
-from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.code_uses import Use, uses_of
 from lightning_stateful.contents.kept_samples import KeptSamples
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import (
@@ -82,6 +82,8 @@ class ReadWatch:
         self._kept.is_over = not keeps
         self._num_looks = 0
         self._changes: dict[_Name, list[Any]] = {}
+        # Looks that have shown a container to have got items.
+        self._grown: Counter[_Name] = Counter()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
@@ -137,7 +139,9 @@ class ReadWatch:
         try:
             for name, change in _changes(before, now).items():
                 self._changes.setdefault(name, []).append(change)
-            return sorted(name for name, of in self._changes.items() if self._is_carried(name, of))
+            self._grown.update(name for name, value in now.items() if _is_grown(before.get(name), value))
+            carried = [name for name, of in self._changes.items() if self._is_carried(name, of)]
+            return sorted({*carried, *(name for name in self._grown if self._is_memory(name, now.get(name)))})
         except Exception:
             # Values that cannot be compared, or source that cannot be read.
             self._is_over = True
@@ -150,9 +154,17 @@ class ReadWatch:
         is_often = len(changes) >= least and self._num_looks in (len(changes), _NUM_LOOKS)
         if not is_often or not (is_moving or _is_count_or_queue(changes)):
             return False
-        is_counted, is_used = _uses(self._dataset, name)
+        used = _uses(self._dataset, name)
         # A number that is set, and not counted up, is mostly the index in hand.
-        return is_used and (is_counted or not is_number)
+        return used.uses and (used.counts or not is_number)
+
+    def _is_memory(self, name: _Name, value: Any) -> bool:
+        """Whether reading adds items to a container, and code uses more of it than those of the sample in hand."""
+        if self._grown[name] != _LEAST_COUNTED:
+            return False
+        used = _uses(self._dataset, name)
+        # Of a list, an item by its key is one that is kept; in a set or a dict, a key says what was read.
+        return used.grows and (used.uses_all if isinstance(value, list) else used.uses)
 
     def _warn(self, names: list[_Name]) -> None:
         self._is_over = True
@@ -178,13 +190,13 @@ def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
         for name, value in _held(dataset):
             copied = _copied(value)
             if isinstance(copied, _Moving) or (_is_shared(value) and copied is not value):
-                is_counted, is_used = _uses(dataset, name)
-                if is_counted or (is_used and isinstance(copied, _Moving)):
-                    found.append((name.holder, name.attribute, is_used))
+                used = _uses(dataset, name)
+                if used.counts or (used.uses and isinstance(copied, _Moving)):
+                    found.append((name.holder, name.attribute, used.uses))
     return found
 
 
-def _uses(dataset: Any, name: _Name) -> tuple[bool, bool]:
+def _uses(dataset: Any, name: _Name) -> Use:
     return uses_of(dataset, name.attribute.rpartition(".")[2], is_variable=not name.way)
 
 
@@ -311,6 +323,12 @@ def _is_added_to(was: Any, now: Any) -> bool:
     if isinstance(was, frozenset) and isinstance(now, frozenset):
         return was <= now
     return type(was) is type(now) and isinstance(was, (list, tuple)) and _is_same(was, now[: len(was)])
+
+
+def _is_grown(was: Any, now: Any) -> bool:
+    """Whether a list or a set only got items, or a dict of numbers."""
+    is_looked_at = isinstance(now, (list, frozenset)) or _are_counts(None, now)
+    return is_looked_at and not _is_same(was, now) and _is_added_to(was, now)
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:

@@ -27,6 +27,7 @@ class Caches(Dataset[Any]):
 
     def __init__(self, read: Callable[[Any, int], Any], cache: Any = None) -> None:
         self.read, self.cache, self.rng = read, {} if cache is None else cache, np.random.default_rng(0)
+        self.values = torch.zeros(SIZE)
 
     def __len__(self) -> int:
         return SIZE
@@ -45,6 +46,20 @@ def in_list(dataset: Caches, index: int) -> Any:
     if dataset.cache[index] is None:
         dataset.cache[index] = index + dataset.rng.random()
     return dataset.cache[index]
+
+
+def in_tensor(dataset: Caches, index: int) -> Any:
+    if not dataset.cache[index]:
+        dataset.values[index] = index + torch.rand(())
+        dataset.cache[index] = True
+    return dataset.values[index].clone()
+
+
+def plain_in_tensor(dataset: Caches, index: int) -> Any:
+    if not dataset.cache[index]:
+        dataset.values[index] = index
+        dataset.cache[index] = True
+    return dataset.values[index] + torch.rand(())
 
 
 def plain(dataset: Caches, index: int) -> Any:
@@ -72,9 +87,13 @@ def by_lru_cache(dataset: Caches, index: int) -> Any:
 KEPT = {
     "dict": lambda: Caches(augmented),
     "list": lambda: Caches(in_list, [None] * SIZE),
+    "tensor and mask": lambda: Caches(in_tensor, torch.zeros(SIZE, dtype=torch.bool)),
+    "array as mask": lambda: Caches(in_tensor, np.zeros(SIZE, dtype=bool)),
+    "list as mask": lambda: Caches(in_tensor, [False] * SIZE),
 }
 HARMLESS: dict[str, Callable[[], Caches]] = {
     "plain": lambda: Caches(plain),
+    "tensor, augmented later": lambda: Caches(plain_in_tensor, torch.zeros(SIZE, dtype=torch.bool)),
     "augmented later": lambda: Caches(plain_then_augmented),
     "pairs": lambda: Caches(in_pairs),
     "lru_cache": lambda: Caches(by_lru_cache),

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import multiprocessing
 import random
+import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -216,7 +217,144 @@ def logged(dataset: Any, index: int) -> int:
     return index + int(dataset.epoch.value)
 
 
+def seen_before(dataset: Any, index: int) -> Any:
+    is_first = index not in dataset.seen
+    dataset.seen.add(index)
+    return index, is_first
+
+
+def reads_of_each(dataset: Any, index: int) -> Any:
+    dataset.reads[index] = dataset.reads.get(index, 0) + 1
+    return index, dataset.reads[index]
+
+
+def from_bank(dataset: Any, index: int) -> Any:
+    other = random.choice(dataset.bank) if len(dataset.bank) > 3 else index
+    if len(dataset.bank) < 7:
+        dataset.bank.append(index)
+    return index, other
+
+
+class Weights(Remembers):
+    """Uses a count by way of a mean, and in an attribute of a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        self.mean += (index - self.mean) / self.reads
+        sample = Transform()
+        sample.calls = self.reads
+        return index, self.mean, sample.calls
+
+
+class ByFlag(Remembers):
+    """Reads in another way once all were read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen.add(index)
+        if len(self.seen) == SIZE:
+            self.is_full = True
+        return index, self.is_full
+
+
+class OverridesCount(CountsInClass):
+    """Calls the method that counts."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+class Caches(Remembers):
+    """Caches plain samples in many ways, up to a number or a size, and notes a mean."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.params = {"scale": random.random()}
+        value = self.loaded(index)
+        sample = value * self.params["scale"] + self.listed(index) + self.bounded(index)
+        self.reads += 1
+        self.mean += (value.float().mean().item() - self.mean) / self.reads
+        return sample
+
+    def loaded(self, index: int) -> Any:
+        if index in self.seen:
+            return self.values[index].clone()
+        value = torch.tensor(index)
+        self.seen.add(index)
+        self.values[index] = value
+        self.share = len(self.seen) / SIZE
+        if len(self.seen) == SIZE:
+            self.is_full = True
+        if index not in self.noted:
+            self.noted.add(index)
+            self.num_noted += 1
+        self.log.append(index)
+        if len(self.log) > 9:
+            self.log = self.log[-3:]
+        if len(self.seen) > SIZE:
+            raise RuntimeError("an index was outside")
+        return value
+
+    def listed(self, index: int) -> Any:
+        if index not in self.places:
+            self.places[index] = len(self.items)
+            self.items.append(index)
+        return self.items[self.places[index]]
+
+    def bounded(self, index: int) -> Any:
+        if index in self.few:
+            sample = self.few[index]
+        else:
+            sample = index * 2
+            if self.size + 8 <= self.most:
+                self.few[index] = sample
+                self.size += 8
+        if not self.names:
+            self.names.extend(["a", "b"])
+        try:
+            if index % 4 == 3:
+                raise OSError
+        except OSError:
+            self.bad.add(index)
+        return sample if index not in self.bad else len(self.names)
+
+
+class CountsInShared(Remembers):
+    """Counts by a lock, in place of a class that uses the count."""
+
+    def __getitem__(self, index: int) -> Any:
+        with self.shared.get_lock():
+            self.shared.value += 1
+        return index
+
+
+class UsesShared(Remembers):
+    def __getitem__(self, index: int) -> Any:
+        return by_shared(self, index) + self.shared.value
+
+
+class OverridesShared(UsesShared):
+    __getitem__ = CountsInShared.__getitem__
+
+
 HARMLESS = {
+    "caches": lambda: Caches(
+        len,
+        seen=set(),
+        values={},
+        params={},
+        reads=0,
+        mean=0.0,
+        places={},
+        items=[],
+        few={},
+        size=0,
+        most=50,
+        names=[],
+        bad=set(),
+        noted=set(),
+        num_noted=0,
+        log=[],
+    ),
+    "count in place of one that is used": lambda: OverridesShared(len, shared=multiprocessing.Value("i", 0)),
     "logged": lambda: Remembers(
         logged,
         reads=0,
@@ -240,6 +378,12 @@ HARMLESS = {
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
 REMEMBERING = {
+    "seen indices": (lambda: Remembers(seen_before, seen=set()), "Remembers changes 'seen' whenever"),
+    "flag by seen indices": (lambda: ByFlag(len, seen=set(), is_full=False), "ByFlag changes 'seen' whenever"),
+    "reads of each": (lambda: Remembers(reads_of_each, reads={}), "Remembers changes 'reads' whenever"),
+    "bank that is soon full": (lambda: Remembers(from_bank, bank=[]), "Remembers changes 'bank' whenever"),
+    "mean that is used": (lambda: Weights(len, reads=0, mean=0.0), "Weights changes 'mean' and 'reads' whenever"),
+    "count of a base class": (lambda: OverridesCount(len), "changes 'CountsInClass.count'"),
     "iterator": (lambda: Remembers(by_iterator, turns=itertools.count()), "Remembers changes 'turns' whenever"),
     "generator": (lambda: Remembers(by_iterator, turns=turns()), "Remembers changes 'turns' whenever"),
     "cycle": (lambda: Remembers(by_iterator, turns=itertools.cycle(range(3))), "Remembers changes 'turns' whenever"),
@@ -324,15 +468,20 @@ def test_a_look_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(batches), said) == (20, [])
 
 
-def test_source_that_was_changed_while_it_runs_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lines", ["return [(", "self.reads += 1\n        return index"])
+def test_source_that_was_changed_while_it_runs_is_not_read(
+    lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "edited_data.py"
     begin = "class Edited:\n    reads = 0\n\n    def __len__(self):\n        return 40\n\n"
     path.write_text(
         f"{begin}    def __getitem__(self, index):\n        self.reads += 1\n        return index + 100 * self.reads\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "edited_data", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     dataset = importlib.import_module("edited_data").Edited()
-    path.write_text(f"{begin}    def __getitem__(self, index):\n        return [(\n")
+    path.write_text(f"{begin}    def __getitem__(self, index):\n        {lines}\n")
 
     batches, said = read(dataset)
 
