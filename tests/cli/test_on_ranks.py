@@ -83,6 +83,9 @@ def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any
     lines = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 1, "--last", 2).out
     step, following = (" ".join(map(str, batch)) for batch in batches(checkpoints.ledgers["numbers"], 1)[1:3])
     assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
+    none = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 7)
+    assert (none.code, none.out) == (0, "")
+    assert "note: no step is listed: by the checkpoint 4 steps were trained of epoch 1" in none.err
 
 
 LISTED = "note: epoch 0 is listed as of the present ranks, batch size and seed. Whether it was begun with others"
