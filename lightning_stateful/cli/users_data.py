@@ -309,10 +309,10 @@ def rests_of(data: UsersData, epoch: int, step: int) -> dict[str, RestOfEpoch]:
     """The rest of the epoch of each loader that was resumed, by path."""
     rests = {}
     for path, loader in data.combined.loaders.items():
-        plan, _ = data.combined.plan_at(path, epoch, step)
+        plan, at = data.combined.plan_at(path, epoch, step)
         rest = RestOfEpoch.of(plan, data.combined.length(path, epoch))
         if isinstance(loader, StreamLoader):
-            rest = rest._replace(shards=_shards(loader.order.state_at(epoch, step)))
+            rest = rest._replace(shards=_shards(loader.order.state_at(epoch, plan.progress_after(at).consumed)))
         rests[path] = rest
     return rests
 

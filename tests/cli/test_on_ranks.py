@@ -140,6 +140,16 @@ def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tel
         assert (told.code, told.err.count("\n")) == (2, 1)
 
 
+def test_a_plan_of_a_stream_whose_run_left_batches_out_counts_shards(tell: Any, tmp_path: Path) -> None:
+    for skipped in (range(1, 3), range(2, 9)):
+        path = tmp_path / f"{skipped.stop}.ckpt"
+        stopped(path, lambda skip=skipped: command_data.stream(skip={0: skip}), batch=3)
+        stopped(tmp_path / "plain.ckpt", command_data.stream, batch=3 + len(skipped))
+        told, expected = (tell("plan", at, f"{DATA}:stream").out for at in (path, tmp_path / "plain.ckpt"))
+        assert "shard" in told
+        assert told == expected
+
+
 REFUSED = {"other_seed": "seed: saved 7, now 8", "fewer": "dataset.length: saved 22, now 20", "mixture": "kind: saved"}
 
 

@@ -58,8 +58,8 @@ def buckets() -> BucketDataModule:
     return BucketDataModule(Numbers(40), lengths=[1 + index % 7 for index in range(40)], max_tokens=12, seed=7)
 
 
-def stream() -> Any:
-    return stream_module(chunks(), num_workers=0)
+def stream(**options: Any) -> Any:
+    return stream_module(chunks(), num_workers=0, **options)
 
 
 class OwnSampler(StatefulDataModule):
