@@ -185,10 +185,11 @@ def check(json_: bool, **options: Any) -> int:
     notes: list[str] = []
     try:
         with asked.data() as (users_data, data, notes):
-            epoch, step = users_data.resumed(found, data)
+            epoch, step = users_data.resumed_if_restored(found, data)
             limit = users_data.limit_of(found, data)
             left = not_restored(found, data.made, data.combined)
-        is_known = data.combined.is_sized and not data.combined.refused
+        is_otherwise = bool(data.combined.refused)
+        is_known = data.combined.is_sized and not is_otherwise
         total = data.combined.num_batches(epoch) if is_known else None
         if total is not None and limit is not None and limit < total:
             taken = f"{limit:,} of {total:,} steps of an epoch (limit_train_batches)"
@@ -205,10 +206,15 @@ def check(json_: bool, **options: Any) -> int:
             f"{asked.factory}. A resume may be refused, or not be exact, unless your code sets it again: in "
             "load_state_dict, on_load_checkpoint or on_train_start. What a callback restores is not known here."
         )
-    answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": step + 1, "batches": total}
+    # Of data that were not compared the step is that of the ranks that wrote the checkpoint.
+    batch = step + 1 if not (is_otherwise and step) or ranks == found.written.get("ranks") else None
+    answer = {"resumes": True, "ranks": ranks, "epoch": epoch, "next_batch": batch, "batches": total}
     of = f" of {total:,}" if total is not None else ""
-    known = ", if your code sets again what training had changed" * bool(left)
-    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}{known}: next is batch {step + 1:,}{of} of epoch {epoch}"
+    known = ", if your code sets again what training had changed" * (
+        bool(left) or (is_otherwise and not data.is_restored)
+    )
+    at = f"next is batch {batch:,}{of} of epoch {epoch}" if batch is not None else f"it goes on in epoch {epoch}"
+    said = f"resumes on {ranks} rank{'s' * (ranks != 1)}{known}: {at}"
     click.echo(as_json({**answer, "notes": notes}) if json_ else "\n".join([said, *_noted(notes)]))
     return RIGHT
 
@@ -240,8 +246,7 @@ def trained(epoch: int, first: int, last: int | None, json_: bool, **options: An
     asked = _Resume(**options)
     found, ranks = asked.found, asked.ranks
     with asked.data() as (users_data, data, notes):
-        users_data.resumed(found, data)
-        users_data.refuse_changed_samplers(found, data)
+        users_data.refuse_changed_samplers(found, data, epoch, *users_data.resumed(found, data))
         data = users_data.from_the_beginning(data)
         steps = _steps_trained(found, epoch, data.combined.num_batches(epoch) if data.combined.is_sized else None)
         rows = {
@@ -251,6 +256,9 @@ def trained(epoch: int, first: int, last: int | None, json_: bool, **options: An
         notes_on_epoch = users_data.notes_on_epoch(found, data, epoch, steps)
     notes += [*notes_on_epoch, *users_data.notes_on_indices(data)]
     shown = range(first, steps if last is None else min(last + 1, steps))
+    if not shown:
+        said = f"{steps:,} step{'s were' if steps != 1 else ' was'} trained"
+        notes.append(f"no step is listed: by the checkpoint {said} of epoch {epoch}, and steps count from 0.")
     if json_:
         listed = {path: [[of[step] for step in shown] for of in by_rank] for path, by_rank in rows.items()}
         click.echo(as_json({"epoch": epoch, "ranks": ranks, "first_step": first, "loaders": listed, "notes": notes}))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from traceback import walk_tb
 from typing import Any
 
 from lightning_stateful.cli.plain_pickle import Opaque
 from lightning_stateful.cli.reading import Checkpoint
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
@@ -17,14 +18,19 @@ from lightning_stateful.state import value_at
 from lightning_stateful.trainer.dataset_settings import DatasetSettings, values_of_builder
 
 _MOST_NAMED = 4
+# Differences that no code of a data module restores: the Trainer's, and the package's.
+_NOT_RESTORED = ("seed", "module", "order_version", "ranks")
 
 
-def restore_module(made: Any, checkpoint: Checkpoint | None) -> None:
+def restore_module(made: Any, checkpoint: Checkpoint | None) -> bool:
     """Call ``load_state_dict`` of a data module as a Trainer would, before its loaders are built.
 
     Args:
         made: What a factory has made.
         checkpoint: The checkpoint; None for nothing to restore.
+
+    Returns:
+        Whether all is restored that the module may restore.
 
     Raises:
         ConfigurationError: The method fails.
@@ -34,29 +40,44 @@ def restore_module(made: Any, checkpoint: Checkpoint | None) -> None:
     """
     name = type(made).__qualname__
     if checkpoint is None or not isinstance(made, (pl.LightningDataModule, pl.LightningModule)):
-        return
+        return True
     if isinstance(made, pl.LightningModule):
-        if type(made).on_load_checkpoint is not pl.LightningModule.on_load_checkpoint:
-            _warn(f"{name}.on_load_checkpoint is not called here: what it restores is as it was built.")
-        return
+        if type(made).on_load_checkpoint is pl.LightningModule.on_load_checkpoint:
+            return True
+        _warn(f"{name}.on_load_checkpoint is not called here: what it restores is as it was built.")
+        return False
     state = checkpoint.contents.get(name)
     if not isinstance(state, Mapping) or _is_the_packages(type(made).load_state_dict):
-        return
+        return True
     if any(isinstance(value, Opaque) for value in _values_in(state)):
         _warn(
             f"{name}.load_state_dict is not called here: its state in the checkpoint has tensors, arrays or objects, "
             "which are not read. What it restores is as it was built."
         )
-        return
+        return False
     try:
         made.load_state_dict(deepcopy(dict(state)))
     except Exception as error:
+        if _asks_for_trainer(error):
+            _warn(
+                f"{name}.load_state_dict cannot be called here, because it asks for its Trainer: {error}. What it "
+                "restores is as it was built, or in part."
+            )
+            return False
         raise ConfigurationError(
             f"{name}.load_state_dict fails without a Trainer: {type(error).__name__}: {error}"
         ) from error
     if hasattr(made, "take_loaded_state"):
         # The loaders get the state of the data by themselves.
         made.take_loaded_state()
+    return True
+
+
+def _asks_for_trainer(error: Exception) -> bool:
+    """Whether code has failed because the ``trainer`` that it names is None."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    is_of_none = isinstance(error, AttributeError) and error.obj is None
+    return is_of_none and any("trainer" in frame.f_code.co_names for frame in frames)
 
 
 def _is_the_packages(method: Any) -> bool:
@@ -98,6 +119,11 @@ def changed_settings(checkpoint: Checkpoint, path: str, config: Mapping[str, Any
     """The settings of a loader's data and sampler that training had changed, and that are others here."""
     changed = checkpoint.loaders[path].get("changed", {}) if path in checkpoint.loaders else {}
     return [name for name, value in changed.items() if value_at(config, name) not in (None, value)]
+
+
+def may_be_restored(difference: Difference) -> bool:
+    """Whether a ``load_state_dict`` or ``on_load_checkpoint`` that was not called may set again what differs."""
+    return difference.path.split(".")[-1] not in _NOT_RESTORED
 
 
 def is_rebuilt_next(checkpoint: Checkpoint) -> bool:

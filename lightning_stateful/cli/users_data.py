@@ -14,7 +14,12 @@ from torch.utils.data import ConcatDataset, DataLoader
 from lightning_stateful.cli.comparison import MODULE_REMEDY
 from lightning_stateful.cli.orders import RestOfEpoch
 from lightning_stateful.cli.reading import Checkpoint
-from lightning_stateful.cli.training_changes import changed_settings, is_rebuilt_next, restore_module
+from lightning_stateful.cli.training_changes import (
+    changed_settings,
+    is_rebuilt_next,
+    may_be_restored,
+    restore_module,
+)
 from lightning_stateful.errors import (
     ConfigurationError,
     Difference,
@@ -52,6 +57,7 @@ class UsersData(NamedTuple):
         module: The name of the data module that holds the data's state; None if none does.
         accept: Names of differences that the data module lets pass.
         made: What the factory has made.
+        is_restored: Whether all is restored that the module restores of itself on a resume.
     """
 
     combined: CombinedLoaders
@@ -59,6 +65,7 @@ class UsersData(NamedTuple):
     module: str | None
     accept: tuple[str, ...]
     made: Any
+    is_restored: bool
 
 
 @contextmanager
@@ -112,7 +119,8 @@ def build_data(
             made = made_by(factory)
             settings = made._settings
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
-    structure = Structure.of(_loaders_of(made, factory, checkpoint))
+    made_loaders, is_restored = _loaders_of(made, factory, checkpoint)
+    structure = Structure.of(made_loaders)
     drawn_as: dict[str, str] = {}
     loaders = {}
     for path, loader in structure.loaders.items():
@@ -134,20 +142,20 @@ def build_data(
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     combined = CombinedLoaders(loaders, structure.mode or "max_size_cycle")
     name = type(made).__qualname__ if holds_state else None
-    return UsersData(combined, seed_or_default(settings.seed), name, accepted, made)
+    return UsersData(combined, seed_or_default(settings.seed), name, accepted, made, is_restored)
 
 
-def _loaders_of(made: Any, factory: str, checkpoint: Checkpoint | None) -> Any:
-    """The training loaders of a module, set up as a Trainer does before ``fit``, or the loaders themselves."""
+def _loaders_of(made: Any, factory: str, checkpoint: Checkpoint | None) -> tuple[Any, bool]:
+    """The training loaders of a module, set up as before ``fit``, or loaders alone; and whether all is restored."""
     if isinstance(made, DataLoader) or not hasattr(made, "train_dataloader"):
-        return made
+        return made, True
     try:
         if hasattr(made, "prepare_data"):
             made.prepare_data()
         if hasattr(made, "setup"):
             made.setup("fit")
-        restore_module(made, checkpoint)
-        return made.train_dataloader()
+        is_restored = restore_module(made, checkpoint)
+        return made.train_dataloader(), is_restored
     except StatefulError:
         raise
     except Exception as error:
@@ -208,11 +216,76 @@ def resumed(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
     return position
 
 
+def resumed_if_restored(checkpoint: Checkpoint, data: UsersData) -> tuple[int, int]:
+    """Do as :func:`resumed`, and let pass what code of the user's may restore that was not called here.
+
+    What the samplers of the user's yield up to the checkpoint is compared as well.
+
+    Returns:
+        The epoch and the step; those of the run that wrote the checkpoint where data were not compared.
+
+    Raises:
+        StateMismatchError: With every difference that a resume would refuse.
+        StateError: A resume would refuse the checkpoint, whatever the data.
+    """
+    try:
+        epoch, step = resumed(checkpoint, data)
+        if not data.combined.refused:
+            _compare_samplers(checkpoint, data, epoch, step)
+    except StateMismatchError as error:
+        refused = [one for one in error.differences if not may_be_restored(one)]
+        if data.is_restored or refused or checkpoint.progress is None:
+            raise
+        data.combined.refused = error.differences
+        warnings.warn(
+            f"The data differ from those of the checkpoint ({_in_words(error.differences)}). A resume is refused "
+            "unless the method that was not called sets them again.",
+            StatefulWarning,
+            stacklevel=2,
+        )
+        return checkpoint.progress.epoch_and_step
+    return epoch, step
+
+
+def _compare_samplers(
+    checkpoint: Checkpoint, data: UsersData, epoch: int, step: int, *, remembering: bool = True
+) -> None:
+    """Let samplers yield the batch of a step, with which what they yield before it is compared.
+
+    Args:
+        checkpoint: The checkpoint.
+        data: The loaders, into which its state was loaded.
+        epoch: The epoch.
+        step: The step at which it goes on.
+        remembering: Whether to do so with samplers that a pass changes, too.
+
+    Raises:
+        StateMismatchError: They yield something else than in the run.
+        ConfigurationError: A sampler fails.
+    """
+    for path, loader in data.combined.loaders.items():
+        order = loader.order
+        if not isinstance(order, WrappedSampler) or (order.remembers and not remembering):
+            continue
+        if changed_settings(checkpoint, path, loader.tracker.config):
+            continue
+        plan, at = data.combined.plan_at(path, epoch, step)
+        try:
+            next(iter(plan.batches(0, at)), None)
+        except StatefulError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(f"{order.name} fails in epoch {epoch}: {type(error).__name__}: {error}") from error
+
+
+def _in_words(differences: Sequence[Difference]) -> str:
+    return "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in differences)
+
+
 def _warn_of_rebuilt(epoch: int, differences: Sequence[Difference]) -> None:
-    found = "; ".join(f"{one.path}: saved {one.saved!r}, now {one.present!r}" for one in differences)
     warnings.warn(
-        f"The training loader is another than that of epoch {epoch - 1} ({found}), and is not compared: the run builds "
-        f"it anew for epoch {epoch} (reload_dataloaders_every_n_epochs).",
+        f"The training loader is another than that of epoch {epoch - 1} ({_in_words(differences)}), and is not "
+        f"compared: the run builds it anew for epoch {epoch} (reload_dataloaders_every_n_epochs).",
         StatefulWarning,
         stacklevel=3,
     )
@@ -236,10 +309,10 @@ def rests_of(data: UsersData, epoch: int, step: int) -> dict[str, RestOfEpoch]:
     """The rest of the epoch of each loader that was resumed, by path."""
     rests = {}
     for path, loader in data.combined.loaders.items():
-        plan, _ = data.combined.plan_at(path, epoch, step)
+        plan, at = data.combined.plan_at(path, epoch, step)
         rest = RestOfEpoch.of(plan, data.combined.length(path, epoch))
         if isinstance(loader, StreamLoader):
-            rest = rest._replace(shards=_shards(loader.order.state_at(epoch, step)))
+            rest = rest._replace(shards=_shards(loader.order.state_at(epoch, plan.progress_after(at).consumed)))
         rests[path] = rest
     return rests
 
@@ -308,19 +381,33 @@ def notes_on_epoch(checkpoint: Checkpoint, data: UsersData, epoch: int, steps: i
     return notes
 
 
-def refuse_changed_samplers(checkpoint: Checkpoint, data: UsersData) -> None:
-    """Refuse to list what a sampler gave that training had changed, and that is not so here.
+def refuse_changed_samplers(checkpoint: Checkpoint, data: UsersData, asked: int, epoch: int, step: int) -> None:
+    """Refuse to list what a sampler gave that training had changed.
+
+    Args:
+        checkpoint: The checkpoint.
+        data: The loaders, into which its state was loaded.
+        asked: The epoch that is to be listed.
+        epoch: The epoch in which the checkpoint was written, if it was written within one.
+        step: The step at which it goes on.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: It is as it was built here, or the change was after the epoch that is to be listed.
+        StateMismatchError: It does not yield here what it did up to the checkpoint.
     """
     for path, loader in data.combined.loaders.items():
-        if isinstance(loader.order, WrappedSampler) and changed_settings(checkpoint, path, loader.tracker.config):
+        if not isinstance(order := loader.order, WrappedSampler):
+            continue
+        changed = checkpoint.loaders[path].get("changed", {}) if path in checkpoint.loaders else {}
+        is_changed = any(not name.startswith("dataset.") for name in changed)
+        is_compared = asked == epoch and not order.remembers
+        if (is_changed and not is_compared) or changed_settings(checkpoint, path, loader.tracker.config):
             raise ConfigurationError(
-                f"{loader.order.name} had been changed in training when {checkpoint.path} was written, and is as it "
-                "was built here. Which indices it gave in which epoch is known to the run alone; a ledger has them "
-                "(StatefulDataCallback(ledger=...))."
+                f"{order.name} had been changed in training when {checkpoint.path} was written. Which indices it gave "
+                "in which epoch is known to the run alone; a ledger has them (StatefulDataCallback(ledger=...))."
             )
+    if not data.combined.refused:
+        _compare_samplers(checkpoint, data, epoch, step, remembering=False)
 
 
 def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int) -> Iterator[Any]:

@@ -311,14 +311,16 @@ def _rest_lines(rest: Mapping[str, Any], ranks: int) -> Iterator[str]:
     if rest["steps_left"] is not None:
         yield f"{rest['steps_left']:,} of {rest['steps_of_epoch']:,} steps on so many ranks"
     if rest["samples_left"] is not None:
-        yield f"{rest['samples_left']:,} samples"
+        yield f"{rest['samples_left']:,} sample{'s' * (rest['samples_left'] != 1)}"
     if rest["last_step"] is not None:
         least, most = rest["last_step"]
         yield f"the last step has {least if least == most else f'{least} to {most}'} samples a rank"
     if rest["repeated"] is not None:
-        yield f"{rest['repeated']:,} samples are served twice, {rest['dropped']:,} dropped"
+        repeated = rest["repeated"]
+        yield f"{repeated:,} sample{'s are' if repeated != 1 else ' is'} served twice, {rest['dropped']:,} dropped"
     elif rest["note"]:
         yield rest["note"]
     if rest["shards"] is not None:
         together = rest["shards"]["read_by_several_ranks"]
-        yield f"{rest['shards']['left']:,} shards, of which several ranks read {together:,} together"
+        left = rest["shards"]["left"]
+        yield f"{left:,} shard{'s' * (left != 1)}, of which several ranks read {together:,} together"

@@ -83,6 +83,9 @@ def test_indices_are_those_that_a_run_was_trained_on(checkpoints: Any, tell: Any
     lines = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 1, "--last", 2).out
     step, following = (" ".join(map(str, batch)) for batch in batches(checkpoints.ledgers["numbers"], 1)[1:3])
     assert lines == f"epoch 1, step 1, rank 0: {step}\nepoch 1, step 2, rank 0: {following}\n"
+    none = tell("trained", checkpoints("numbers"), f"{DATA}:numbers", "--epoch", 1, "--first", 7)
+    assert (none.code, none.out) == (0, "")
+    assert "note: no step is listed: by the checkpoint 4 steps were trained of epoch 1" in none.err
 
 
 LISTED = "note: epoch 0 is listed as of the present ranks, batch size and seed. Whether it was begun with others"
@@ -135,6 +138,16 @@ def test_a_plan_of_a_stream_counts_shards_that_ranks_share(checkpoints: Any, tel
         more = (f"{DATA}:stream", "--epoch", 0) if command[0] == "trained" else ()
         told = tell(*command, *more)
         assert (told.code, told.err.count("\n")) == (2, 1)
+
+
+def test_a_plan_of_a_stream_whose_run_left_batches_out_counts_shards(tell: Any, tmp_path: Path) -> None:
+    for skipped in (range(1, 3), range(2, 9)):
+        path = tmp_path / f"{skipped.stop}.ckpt"
+        stopped(path, lambda skip=skipped: command_data.stream(skip={0: skip}), batch=3)
+        stopped(tmp_path / "plain.ckpt", command_data.stream, batch=3 + len(skipped))
+        told, expected = (tell("plan", at, f"{DATA}:stream").out for at in (path, tmp_path / "plain.ckpt"))
+        assert "shard" in told
+        assert told == expected
 
 
 REFUSED = {"other_seed": "seed: saved 7, now 8", "fewer": "dataset.length: saved 22, now 20", "mixture": "kind: saved"}

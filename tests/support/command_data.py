@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, WeightedRandomSampler
 
@@ -57,8 +58,8 @@ def buckets() -> BucketDataModule:
     return BucketDataModule(Numbers(40), lengths=[1 + index % 7 for index in range(40)], max_tokens=12, seed=7)
 
 
-def stream() -> Any:
-    return stream_module(chunks(), num_workers=0)
+def stream(**options: Any) -> Any:
+    return stream_module(chunks(), num_workers=0, **options)
 
 
 class OwnSampler(StatefulDataModule):
@@ -130,6 +131,41 @@ class KeptPool(Pool):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.pool = state_dict["pool"]
+
+
+class TensorPool(Pool):
+    """Keeps them in a tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": torch.tensor(self.pool)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pool = state_dict["pool"].tolist()
+
+
+class TrainerPool(KeptPool):
+    """Asks its Trainer before it restores them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.trainer.sanity_checking:
+            super().load_state_dict(state_dict)
+
+
+class KeptWeights(LightningDataModule):
+    """Draws samples by weights that a hook changes, and keeps them in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0] * 22
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(22), batch_size=4, sampler=WeightedRandomSampler(self.weights, 22))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights = state_dict["weights"]
 
 
 class FromFirst(Sampler[int]):
