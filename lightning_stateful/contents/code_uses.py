@@ -43,7 +43,7 @@ class Use(NamedTuple):
     into: frozenset[str] = frozenset()
 
 
-def uses_of(dataset: Any, name: str, *, is_variable: bool = False) -> Use:
+def uses_of(dataset: Any, name: str, *, is_variable: bool = False, may_be_called: bool = False) -> Use:
     """Whether the code that reads samples counts a value up, and whether it does more with it than that.
 
     Nothing more is done by ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, nor by
@@ -55,13 +55,14 @@ def uses_of(dataset: Any, name: str, *, is_variable: bool = False) -> Use:
         dataset: The dataset.
         name: The name of the value.
         is_variable: Whether it may be a variable or an argument, and not only an attribute.
+        may_be_called: Whether it may be a function, so that to call what has that name is to use it.
     """
     codes = _code_of(dataset)
     found: dict[str, Use] = {}
     left = {name}
     while left:
         one = left.pop()
-        found[one] = _joined([_uses_in(code, one, is_variable and one == name) for code in codes])
+        found[one] = _joined([_uses_in(code, one, is_variable and one == name, may_be_called) for code in codes])
         left |= found[one].into - found.keys()
     return found[name]._replace(
         uses=any(use.uses for use in found.values()),
@@ -122,7 +123,7 @@ def _is_overridden(place: Place) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _uses_in(code: CodeType, name: str, is_variable: bool) -> Use:
+def _uses_in(code: CodeType, name: str, is_variable: bool, may_be_called: bool) -> Use:
     functions = _functions_of(code)
     if not functions:
         # There is no source, or that of other code.
@@ -130,7 +131,7 @@ def _uses_in(code: CodeType, name: str, is_variable: bool) -> Use:
         return Use(is_named, is_named)
     found = []
     for function, owner in functions:
-        uses = _Uses(name, is_variable, owner, _kept_in(function, owner))
+        uses = _Uses(name, is_variable, may_be_called, owner, _kept_in(function, owner))
         uses.visit(function)
         found.append(Use(uses.counts, uses.uses, uses.grows, uses.uses_all, frozenset(uses.into)))
     return _joined(found)
@@ -208,12 +209,14 @@ class _Uses(ast.NodeVisitor):
     Args:
         name: The name.
         is_variable: Whether it may be a variable or an argument, and not only an attribute.
+        may_be_called: Whether it may be a function.
         owner: The name of the object in a method.
         kept: What the function keeps under keys.
     """
 
-    def __init__(self, name: str, is_variable: bool, owner: str, kept: set[str]) -> None:
-        self._name, self._is_variable, self._owner, self._kept = name, is_variable, owner, kept
+    def __init__(self, name: str, is_variable: bool, may_be_called: bool, owner: str, kept: set[str]) -> None:
+        self._name, self._is_variable, self._may_be_called = name, is_variable, may_be_called
+        self._owner, self._kept = owner, kept
         self.counts = self.uses = self.grows = self.uses_all = False
         self.into: set[str] = set()
         # What was set before in this block or in one around it.
@@ -357,7 +360,7 @@ class _Uses(ast.NodeVisitor):
             self.grows = self.grows or (called in _ADD and not self._is_now_and_then)
             for part in node.args:
                 self.visit(part)
-        elif isinstance(node.func, ast.Attribute) and self._is_named(node.func):
+        elif isinstance(node.func, ast.Attribute) and self._is_named(node.func) and not self._may_be_called:
             # A method of that name.
             self.generic_visit(ast.Tuple([node.func.value, *node.args, *(one.value for one in node.keywords)]))
         else:

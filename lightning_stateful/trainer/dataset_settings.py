@@ -236,7 +236,8 @@ class DatasetSettings:
             functions = [place.value for place in places if isinstance(place.value, FunctionType)]
             is_named = any(leaf in names_in(one.__code__) for one in functions if is_users(one.__module__))
             is_variable = name in self._outside[path].variables()
-            self._only_written[path, name] = is_named and not uses_of(of, leaf, is_variable=is_variable)[1]
+            use = uses_of(of, leaf, is_variable=is_variable, may_be_called=True)
+            self._only_written[path, name] = is_named and not use.uses
         return self._only_written.get((path, name), False)
 
     def _of(self, path: str) -> dict[str, str]:
