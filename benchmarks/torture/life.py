@@ -208,7 +208,7 @@ class Life:
             code, said = self._check(path, how)
             if bool(code) is is_whole(path):
                 outcome.found.problems.append(
-                    f"{path} is {'' if is_whole(path) else 'not '}whole, and check says: {said}"
+                    f"{path} is {'' if is_whole(path) else 'not '}whole, and check exits with {code} and says: {said}"
                 )
             if not code:
                 writer = int(path.parent.name)
