@@ -51,12 +51,7 @@ def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     reading = _Reading()
     for function in _functions_of(type(owner), method):
         reading.follow(function)
-    number = -1
-    while number != len(reading.names):
-        # What is named in a method that one of the objects has may name others.
-        number = len(reading.names)
-        reading.values = {}
-        reading.look_into("", owner, set(), 0)
+    reading.look_into_all(owner)
     return {**reading.variables, **reading.values}
 
 
@@ -84,14 +79,7 @@ def values_samples_follow(dataset: Any, collate_fn: Any) -> dict[str, Any]:
             reading.follow(function)
         if isinstance(owner, FunctionType):
             reading.follow(owner)
-        number = -1
-        while number != len(reading.names):
-            number = len(reading.names)
-            reading.values = {}
-            reading.look_into("", owner, set(), 0)
-            for name, value in list(reading.variables.items()):
-                if isinstance(value, dict) or is_users(type(value).__module__) or package_of(type(value)) in _HOLDERS:
-                    reading.look_into(f"{name}.", value, set(), 1)
+        reading.look_into_all(owner)
         found |= reading.variables | {
             name if name.startswith(tuple(f"{one}." for one in reading.variables)) else f"{prefix}{name}": value
             for name, value in reading.values.items()
@@ -174,6 +162,18 @@ class _Reading:
                     self.follow(called)
             elif not callable(value) and not isinstance(value, ModuleType):
                 self.variables[name] = value
+
+    def look_into_all(self, owner: Any) -> None:
+        """Note the named attributes of the owner and, where samples are read, those of objects in variables."""
+        number = -1
+        while number != len(self.names):
+            # What is named in a method that one of the objects has may name others.
+            number = len(self.names)
+            self.values = {}
+            self.look_into("", owner, set(), 0)
+            for name, value in list(self.variables.items()) if self._of_samples else ():
+                if isinstance(value, dict) or is_users(type(value).__module__) or package_of(type(value)) in _HOLDERS:
+                    self.look_into(f"{name}.", value, set(), 1)
 
     def look_into(self, way: str, value: Any, above: set[int], depth: int) -> None:
         """Note those attributes of an object that are named, and follow its methods that are."""

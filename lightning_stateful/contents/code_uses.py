@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
-from lightning_stateful.samplers.attributes import Place, is_users, names_in, reached
+from lightning_stateful.samplers.attributes import Place, codes_in, is_users, names_in, reached
 
 # Functions by which samples are read.
 _READ = {"__getitem__", "__getitems__", "__call__", "forward"}
@@ -156,12 +156,9 @@ def _parsed(source: str, flags: int) -> tuple[set[CodeType], dict[tuple[int, str
         warnings.simplefilter("ignore")
         try:
             tree = ast.parse(source)
-            left, codes = [compile(source, "", "exec", flags, dont_inherit=True)], set()
+            codes = set(codes_in(compile(source, "", "exec", flags, dont_inherit=True)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return set(), {}
-    while left:
-        codes.add(code := left.pop())
-        left += [part for part in code.co_consts if isinstance(part, CodeType)]
     methods = {part: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body}
     functions: dict[tuple[int, str], list[tuple[_Function, str]]] = {}
     for node in ast.walk(tree):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import reached
-from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
+from lightning_stateful.samplers.rng import GENERATORS, Randomness, state_of_generator
 
 T = TypeVar("T")
 # Longer lists are data, and not looked at.
@@ -101,8 +100,8 @@ class KeptSamples:
 
 def _states_of_process() -> tuple[Any, ...]:
     """The states of the CPU generators that all code in the process shares, to be compared."""
-    _, words, *of_numpy = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(words).tobytes(), of_numpy
+    of_torch, of_python, (_, words, *of_numpy) = Randomness.now()
+    return of_torch.numpy().tobytes(), of_python, np.asarray(words).tobytes(), of_numpy
 
 
 def _size(value: Any) -> int:

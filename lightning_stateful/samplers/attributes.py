@@ -219,19 +219,25 @@ def _may_lead(value: Any) -> bool:
     return kind not in _ENDS and (identity_of(value) is not None or _reader_of(kind) is not None)
 
 
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and that of the functions in it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from codes_in(part)
+
+
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> list[str]:
     """The variables and attributes that code names, with those of functions in it."""
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_in(part)]
-    return sorted({*code.co_names, *inner})
+    return sorted({name for one in codes_in(code) for name in one.co_names})
 
 
 @lru_cache(maxsize=4096)
 def variables_in(code: CodeType) -> frozenset[str]:
     """The variables of its module that code reads, with those of functions in it."""
-    inner = (variables_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(own).union(*inner)
+    steps = (step for one in codes_in(code) for step in dis.get_instructions(one))
+    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def parts_of_class(kind: type) -> list[Part]:

@@ -11,8 +11,10 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
+
+from lightning_stateful.samplers.attributes import codes_in
 
 _PLAIN = (str, int, float, complex, bool, bytes)
 _MODULES = {math: dir(math), json: json.__all__, re: re.__all__}
@@ -80,7 +82,7 @@ def _held_by(function: FunctionType) -> Iterator[Any]:
 
 def _is_plain_code(function: FunctionType, seen: set[int], left: list[int]) -> bool:
     """Whether all that the code names is harmless."""
-    for code in _codes_in(function.__code__):
+    for code in codes_in(function.__code__):
         if code.co_flags & _CONCURRENT:
             return False
         for step in dis.get_instructions(code):
@@ -101,11 +103,3 @@ def _is_plain_code(function: FunctionType, seen: set[int], left: list[int]) -> b
 def _value_of(function: FunctionType, name: str) -> Any:
     """The value of a global name; None, which is not harmless, if there is none yet."""
     return function.__globals__.get(name, getattr(builtins, name, None))
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and that of the functions within."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
