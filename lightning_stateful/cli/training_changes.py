@@ -12,7 +12,7 @@ from lightning_stateful.cli.plain_pickle import Opaque
 from lightning_stateful.cli.reading import Checkpoint
 from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.patching import map_style
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.state import value_at
 from lightning_stateful.trainer.dataset_settings import DatasetSettings, values_of_builder
@@ -109,8 +109,7 @@ def not_restored(checkpoint: Checkpoint, made: Any, combined: CombinedLoaders) -
         if (changed := changed_settings(checkpoint, path, loader.tracker.config))
     ]
     saved = (checkpoint.callback or {}).get("dataset_settings") or {}
-    map_style = {path: one for path, one in combined.loaders.items() if isinstance(one, StatefulLoader)}
-    now = DatasetSettings(map_style, values_of_builder(made, "train_dataloader"))
+    now = DatasetSettings(map_style(combined.loaders), values_of_builder(made, "train_dataloader"))
     names = list(dict.fromkeys(now.unlike(saved)))
     return [*found, *names[:_MOST_NAMED], *(["others"] if len(names) > _MOST_NAMED else [])]
 

@@ -417,7 +417,7 @@ def batches_of(data: UsersData, path: str, epoch: int, rank: int, num_steps: int
         ConfigurationError: They do not follow from the epoch alone.
     """
     loader, step = data.combined.loaders[path], 0
-    if isinstance(loader, StreamLoader):
+    if not loader.is_map_style:
         raise ConfigurationError(f"{name_of('training', path)} is a stream, whose samples have no indices.")
     if isinstance(loader.order, WrappedSampler) and loader.order.remembers and epoch:
         raise ConfigurationError(

@@ -13,7 +13,6 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Dif
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.stream_loader.loader import StreamLoader
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -78,11 +77,7 @@ class CombinedLoaders:
 
     def seeds(self) -> dict[str, int]:
         """The seeds, by path, of loaders whose samples are seeded."""
-        seeded = {
-            path: loader.options.seed_samples if isinstance(loader, StreamLoader) else loader.seed_samples
-            for path, loader in self.loaders.items()
-        }
-        return {path: loader.seed for path, loader in self.loaders.items() if seeded[path]}
+        return {path: loader.seed for path, loader in self.loaders.items() if loader.seed_samples}
 
     def seeds_beside(self, seed: int) -> dict[str, int]:
         """Those of :meth:`seeds` that are others than this one."""

@@ -331,7 +331,7 @@ def is_patched(loaders: object) -> bool:
         what its workers fetch ahead would count as trained on.
     """
     leaves = list(_leaves(loaders))
-    return bool(leaves) and all(isinstance(leaf, (StatefulLoader, StreamLoader)) for leaf in leaves)
+    return bool(leaves) and all(isinstance(leaf, TrackedLoader) for leaf in leaves)
 
 
 # Attributes under which wrappers of Lightning hold loaders.
@@ -351,11 +351,14 @@ def _leaves(loaders: Any) -> Iterator[object]:
         yield loaders
 
 
+def map_style(loaders: Mapping[str, AnyLoader]) -> dict[str, StatefulLoader]:
+    """Those of some loaders, by path, that read samples by index."""
+    return {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
+
+
 def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
     """The difference of an order from torch's, in words; empty for none, or where an order was given."""
-    if isinstance(given, TrackedLoader) or not isinstance(loader, StatefulLoader) or not loader.description.is_plain:
-        return ""
-    if loader.topology.num_replicas == 1:
+    if isinstance(given, TrackedLoader) or not loader.is_plain or loader.topology.num_replicas == 1:
         return ""
     return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
 

@@ -83,12 +83,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         UnsupportedLoaderError: The dataset is iterable, or the sampler yields something else whenever it is begun.
     """
 
+    is_map_style = True
     path: str
     seed: int
-    seed_samples: bool
     tracker: OwnTracker | Tracker
-    # This rank, if each rank has a loader of its own which is not dealt out.
-    own_rank: int | None = None
     state_name = "The loader's state"
 
     def __init__(
@@ -220,6 +218,16 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
 
     @property
+    def is_plain(self) -> bool:
+        """See :class:`TrackedLoader`."""
+        return self.description.is_plain
+
+    @property
+    def is_computed(self) -> bool:
+        """See :class:`TrackedLoader`."""
+        return self.description.is_plain or self.description.is_planned
+
+    @property
     def resume_note(self) -> str:
         """Sentences on how a wrapped sampler, and an ``__iter__`` of the user's, are resumed; empty for others."""
         notes = [self.order.resume_note] if isinstance(self.order, WrappedSampler) else []
@@ -261,12 +269,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self.order.memory.first_epoch = epoch
 
     def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
-        """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
-
-        Args:
-            epoch: The epoch.
-            of_copy: Iterate a copy, so that the sampler stays as it is.
-        """
+        """See :meth:`TrackedLoader.plan_aside`."""
         order = self.order
         if not isinstance(order, WrappedSampler):
             return None
@@ -325,7 +328,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
 
     def keep_indices(self) -> None:
-        """From the next pass on keep the indices of the batch that was given last in :attr:`indices`."""
+        """From the next pass on keep the indices of the batch that was given last."""
         self._keeps_indices = True
 
     @property

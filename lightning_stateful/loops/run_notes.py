@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -190,8 +189,7 @@ def say_what_is_skipped(combined: CombinedLoaders) -> None:
 
 def computed_note(loader: AnyLoader) -> str:
     """A sentence on an order that is computed from its progress; empty for one that is read or iterated again."""
-    is_computed = isinstance(loader, StatefulLoader) and (loader.description.is_plain or loader.description.is_planned)
-    if not is_computed:
+    if not loader.is_computed:
         return ""
     words = order_in_words(loader.order.kind, loader.tracker.config)
     if loader.resume_note:
@@ -204,7 +202,7 @@ def computed_note(loader: AnyLoader) -> str:
 def _samples(combined: CombinedLoaders, epoch: int, step: int) -> str:
     """The samples that a single plain loader has served, of all; empty for others."""
     loader = combined.loaders.get("")
-    if not isinstance(loader, StatefulLoader) or not loader.description.is_plain or not step:
+    if loader is None or not loader.is_plain or not step:
         return ""
     served = combined.report_at(epoch, step)[""].get("samples")
     total = loader.tracker.config.get("dataset", {}).get("length")

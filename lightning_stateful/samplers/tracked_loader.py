@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import Skip, as_skip
@@ -17,9 +17,13 @@ class TrackedLoader(Tracked):
 
     Attributes:
         own_rank: This rank, if each rank has a loader of its own which is not dealt out; else None.
+        is_map_style: Whether samples are read by index.
+        seed_samples: Whether what samples draw is seeded.
     """
 
     own_rank: int | None = None
+    is_map_style: ClassVar[bool] = False
+    seed_samples: bool
 
     def leave_out(self, skip: Any) -> None:
         """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them.
@@ -35,6 +39,48 @@ class TrackedLoader(Tracked):
     def _reason_against_skip(self, skip: Skip) -> str:
         """The reason why something cannot be left out exactly, and what to do; empty if it can."""
         return ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples come in an order of torch's own samplers, or in one of this package's."""
+        return False
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the order is computed from the epoch and the step alone."""
+        return False
+
+    @property
+    def indices(self) -> Any:
+        """The indices of the batch that was given last, where they are kept; None for one that has none."""
+        return None
+
+    @property
+    def numbers(self) -> Any:
+        """The numbers of the samples in a stream's latest batch, where they are kept; None for others."""
+        return None
+
+    @property
+    def stream_config(self) -> Any:
+        """The settings by which a stream of shards is read; None of other data."""
+        return None
+
+    @property
+    def has_each_once(self) -> bool:
+        """Whether an epoch has no sample twice."""
+        return True
+
+    def keep_indices(self) -> None:
+        """From the next pass on keep what tells the samples of the batch that was given last apart."""
+
+    def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
+        """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
+
+        Args:
+            epoch: The epoch.
+            of_copy: Iterate a copy, so that the sampler stays as it is.
+        """
+        return None
 
     def position_report(self) -> dict[str, Any]:
         """The epoch, and counts of what it has served; see :meth:`Tracked.position_report`."""

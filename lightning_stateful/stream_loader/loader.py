@@ -61,6 +61,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         vars(self._original).update(_iterator=None)
         self.options = options = StreamOptions() if options is None else options
         self.seed: int = seed_or_default(options.seed)
+        self.seed_samples = options.seed_samples
         order = self._reader(options)
         self.tracker: Tracker = Tracker(
             order, num_replicas=options.num_replicas, rank=options.rank, accept=options.accept
@@ -141,10 +142,30 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     @property
     def most_tokens_a_step(self) -> int:
         """Tokens of packed documents that a step of all ranks may have."""
-        settings = self.order.settings
-        if not isinstance(settings, StreamConfig) or settings.packing is None:
+        config = self.stream_config
+        if config is None or config.packing is None:
             return 0
-        return settings.packing.sequence_length * (settings.batch_size or 1) * self.order.topology.num_replicas
+        return config.packing.sequence_length * (config.batch_size or 1) * self.order.topology.num_replicas
+
+    @property
+    def stream_config(self) -> StreamConfig | None:
+        """The settings by which a stream of shards is read; None of a dataset that divides itself."""
+        return None if self._divides_itself else self.order.settings
+
+    @property
+    def numbers(self) -> Any:
+        """The numbers of the samples in the latest batch, where they are kept; else None."""
+        return self.order.given.numbers
+
+    def keep_indices(self) -> None:
+        """Let batches say the numbers of their samples, where these have numbers."""
+        self.order.number_samples()
+
+    @property
+    def has_each_once(self) -> bool:
+        """Whether an epoch is a pass over the data; else it may begin in one pass and end in the next."""
+        is_cut = self.options.steps_per_epoch or self.order.config().get("drop_last")
+        return self.order.topology.num_replicas == 1 and not is_cut
 
     def remedy_for_steps(self, num_steps: int) -> str:
         """The way to give epochs as many steps, in words."""

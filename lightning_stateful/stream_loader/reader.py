@@ -109,6 +109,9 @@ class StreamReader(ABC):
         # Plans are pickled where a trainer's loop is: what reads stays here.
         return {**vars(self), "_run": None, "_slots": None}
 
+    def number_samples(self) -> None:  # noqa: B027  # most readers have none
+        """Let batches say the numbers of their samples, where these have numbers."""
+
     @abstractmethod
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; at the last, :attr:`ended` says how many steps it had.

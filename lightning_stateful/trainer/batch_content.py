@@ -18,7 +18,7 @@ from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
-from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
@@ -50,7 +50,7 @@ class BatchContent:
 
     def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
-        self._map_style = {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
+        self._map_style = map_style(loaders)
         # A user's sampler would have to be iterated to read a batch of it again.
         self._loaders = {
             path: loader for path, loader in self._map_style.items() if not isinstance(loader.order, WrappedSampler)

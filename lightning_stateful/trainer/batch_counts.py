@@ -15,7 +15,6 @@ from lightning_stateful.loaders.source_datasets import PackedSources
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.weights import DrawSchedule
 from lightning_stateful.packing.plan import SequenceOrder
-from lightning_stateful.stream_loader import StreamLoader
 
 _UNITS = {"batch": "batches", "sample": "samples", "token": "tokens"}
 
@@ -40,9 +39,9 @@ class BatchCounts:
         is_packed = is_packed and isinstance(loader.dataset, PackedDataset)
         self._packed: Any = loader.dataset if is_packed or isinstance(loader.dataset, PackedSources) else None
         # Of a stream.
-        self._stream: Any = loader.order if isinstance(loader, StreamLoader) else None
-        config = loader.order.settings if isinstance(loader, StreamLoader) else None
-        self._mixing, packing = getattr(config, "mixing", None), getattr(config, "packing", None)
+        self._stream: Any = loader.order
+        config = loader.stream_config
+        self._mixing, packing = (None, None) if config is None else (config.mixing, config.packing)
         self._room = 0 if packing is None else packing.sequence_length
 
     def described(self) -> dict[str, Any]:
@@ -98,7 +97,7 @@ class BatchCounts:
             listed = [indices] if isinstance(indices, int) else indices
             counts: tuple[int, int] = self._packed.num_tokens_at(listed)
             return counts
-        if self._stream is not None and self._room:
+        if self._room:
             given = self._stream.given.sources
             room = self._room * sum(samples for _, samples, _ in given)
             return room - sum(padding for _, _, padding in given), room

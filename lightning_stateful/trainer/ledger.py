@@ -24,16 +24,12 @@ from lightning_stateful.core.samples import SampleBatchOrder, SequentialOrder, S
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, LedgerFile, Part, as_items
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import is_refused, next_step, num_started
 from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.stream_loader import StreamLoader
-from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.stream_nodes.nodes import Shards
 from lightning_stateful.stream_nodes.numbered import by_pass
-from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.trainer.batch_counts import BatchCounts
 
 # Of more shards a header has their number alone.
@@ -109,10 +105,8 @@ class LedgerWriter:
 
     def prepare(self, loader: AnyLoader) -> None:
         """Let a loader that nobody has read yet say which samples its batches have."""
-        if self.is_on and isinstance(loader, StatefulLoader):
+        if self.is_on and (loader.is_map_style or self._key is None):
             loader.keep_indices()
-        elif self.is_on and self._key is None and isinstance(loader.order, StreamOrder):
-            loader.order.number_samples()
 
     def begin(self, trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], begins: tuple[int, int]) -> None:
         """Begin the file of this start. A collective, where there are several processes.
@@ -176,8 +170,7 @@ class LedgerWriter:
         if path not in self._counts or self._counts[path].loader is not loader:
             self._counts[path] = BatchCounts(loader)
         counts = self._counts[path]
-        indices = loader.indices if isinstance(loader, StatefulLoader) else None
-        numbers = loader.order.given.numbers if isinstance(loader, StreamLoader) and self._key is None else None
+        indices, numbers = loader.indices, loader.numbers if self._key is None else None
         if numbers is not None:
             # A pass over a source may end within a batch; of packed documents none may begin in it.
             passes = by_pass(numbers) or [(self._passes.get(path, at.epoch), np.empty(0, dtype=np.uint64))]
@@ -300,7 +293,7 @@ def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], *, has_key
     return {
         path: {
             "length": _num_once(loader) if is_whole and not has_key else None,
-            "once": not isinstance(loader, StreamLoader) or _is_a_pass(loader),
+            "once": loader.has_each_once,
             "data": digest(_numbered_by(loader, counts.get("mixture", {}))),
             **_shards_in(loader),
             **counts,
@@ -313,7 +306,8 @@ def _described(trainer: pl.Trainer, loaders: Mapping[str, AnyLoader], *, has_key
 def _numbered_by(loader: AnyLoader, mixture: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings by which items are numbered."""
     config = loader.tracker.config
-    if isinstance(loader, StreamLoader) or "packing" in config or not ("dataset" in config or "lengths" in mixture):
+    has_indices = "dataset" in config or "lengths" in mixture
+    if not loader.is_map_style or "packing" in config or not has_indices:
         return config
     # An index is of the same sample under any order.
     return {"dataset": config.get("dataset"), **{name: mixture.get(name) for name in ("names", "lengths")}}
@@ -321,8 +315,8 @@ def _numbered_by(loader: AnyLoader, mixture: Mapping[str, Any]) -> Mapping[str, 
 
 def _shards_in(loader: AnyLoader) -> dict[str, Any]:
     """The shards of a stream whose samples have numbers, of each of which a pass has every sample once."""
-    config = loader.order.settings if isinstance(loader, StreamLoader) else None
-    if not isinstance(config, StreamConfig) or any(source.numbering is None for source in config.sources.values()):
+    config = loader.stream_config
+    if config is None or any(source.numbering is None for source in config.sources.values()):
         return {}
     shards = {name: source.shards for name, source in config.sources.items()}
     described: dict[str, Any] = {"once": True, "data": digest([(name, of.describe()) for name, of in shards.items()])}
@@ -340,13 +334,6 @@ def _name_of(shards: Shards, shard: int) -> str:
     if not shards.has_index:
         return shards.name(shard)
     return f"by index, {shard}" if shard else "by index"
-
-
-def _is_a_pass(loader: StreamLoader) -> bool:
-    """Whether an epoch is a pass over a stream; else an epoch may begin in one pass and end in the next."""
-    order = loader.order
-    is_cut = order.options.steps_per_epoch or order.config().get("drop_last")
-    return order.topology.num_replicas == 1 and not is_cut
 
 
 def _num_once(loader: AnyLoader) -> int | None:

@@ -23,8 +23,8 @@ from lightning_stateful.loaders.patching import (
     is_patched,
     is_shuffled,
     length_of,
+    map_style,
 )
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.checkpoint import warn_of_missing_state
 from lightning_stateful.loops.lightning import TrainerFn, is_param_in_hook_signature, pl
@@ -34,7 +34,6 @@ from lightning_stateful.loops.run_notes import say_cut, say_what_is_exact, say_w
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.rng import seed_devices, seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
-from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
@@ -323,7 +322,7 @@ class TrainLoaders:
         patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
         patched.leave_out(self._settings.skip)
         loader = getattr(loader, held) if (held := held_loader(loader)) else loader
-        if overfits(self._trainer) and not isinstance(patched, StreamLoader) and is_shuffled(loader):
+        if overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
                 f"{name_of('training', path)} is not shuffled.",
@@ -346,7 +345,7 @@ class TrainLoaders:
 
     def _warn_of_cut_epochs(self) -> None:
         # A stream goes on where the limit has cut it.
-        loaders = [loader for loader in self.combined.loaders.values() if isinstance(loader, StatefulLoader)]
+        loaders = map_style(self.combined.loaders).values()
         epoch = self._next_step()[0]
         steps, limited = self.combined.num_batches(epoch), self.num_batches(epoch)
         if any(loader.order.carries_over for loader in loaders) and limited < steps:
@@ -382,7 +381,7 @@ class TrainLoaders:
         # On a resume, that hook may set again what training has changed.
         is_fresh = self._resumed_at is None and not self._training_began and self._trainer.ckpt_path is None
         loader = self.combined.loaders[path]
-        has_workers = isinstance(loader, StatefulLoader) and loader.num_workers > 0
+        has_workers = loader.is_map_style and loader.num_workers > 0
         return is_fresh and has_workers and self._next_step() == (0, 0)
 
     def _note_batch(self, path: str, plan: EpochPlan, step: int, batch: Any) -> None:
@@ -404,7 +403,7 @@ class TrainLoaders:
         if not self._training_began:
             # For estimated_stepping_batches: the first epoch, of which nothing is left out, on a resume too.
             loader, plans = self.combined.loaders[path], in_hook(self._trainer, "configure_optimizers")
-            epoch = 0 if plans and isinstance(loader, StatefulLoader) else epoch
+            epoch = 0 if plans and loader.is_map_style else epoch
             return int(without_gaps(loader.plan(epoch)).num_steps)
         length = self.combined.length(path, epoch)
         if length != self._said_lengths.setdefault(path, length) and epoch != self._trainer.max_epochs:
@@ -437,7 +436,7 @@ class TrainLoaders:
     def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
         loader, (epoch, step) = self.combined.loaders[path], self._next_step()
         again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
-        if not isinstance(loader, StatefulLoader) or is_iterated_by_loop(self._trainer, iterator):
+        if is_iterated_by_loop(self._trainer, iterator):
             return None
         if not (step or again):
             if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):

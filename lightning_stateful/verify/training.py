@@ -219,12 +219,13 @@ def _facts(loader: Any) -> dict[str, Any]:
     """Facts that explain how a user's loader is resumed, as plain data."""
     original = getattr(loader, "original", loader)
     ours = getattr(loader, "loader", loader)
+    is_map_style = isinstance(ours, StatefulLoader)
     return {
         "patched": is_patched(ours),
-        "map_style": isinstance(ours, StatefulLoader),
+        "map_style": is_map_style,
         "class": type(original).__qualname__,
         "wrapper": not isinstance(original, DataLoader),
-        "changed": _changed(original, ours) if isinstance(ours, StatefulLoader) else [],
+        "changed": _changed(original, ours) if is_map_style else [],
     }
 
 
