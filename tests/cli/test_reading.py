@@ -97,18 +97,17 @@ def test_two_gigabytes_of_tensors_are_not_read(checkpoints: Any, tmp_path: Path)
     with torch.serialization.skip_data():
         torch.save(contents, path)
     assert path.stat().st_size > 2**31
-    code = "import resource, sys, time; before = time.process_time(); from lightning_stateful.cli import main; "
+    code = "import resource, sys; from lightning_stateful.cli import main; "
     code += "code = main(sys.argv[1:]); used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024; "
-    code += "print(code, time.process_time() - before, used)"
+    code += "print(code, used)"
     # A small process starts it, because a process counts the memory of the one that it is forked from.
     start = (
         f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {code!r}, *sys.argv[1:]]).returncode)"
     )
     command = [sys.executable, "-c", start, "inspect", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found, seconds, mebibytes = run.stdout.splitlines()[-1].split()
+    found, mebibytes = run.stdout.splitlines()[-1].split()
     assert found == "0"
-    assert float(seconds) < 2
     assert float(mebibytes) < 400
 
 

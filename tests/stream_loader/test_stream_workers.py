@@ -81,6 +81,7 @@ def test_workers_that_are_sent_a_stream_read_what_those_that_are_forked_do() -> 
 
 
 def test_persistent_workers_live_on_and_end_with_their_loader() -> None:
+    # What another test has left may end meanwhile.
     before = set(multiprocessing.active_children())
     loader = stream_loader(chunks(), num_workers=2, persistent_workers=True)
     found = []
@@ -92,11 +93,11 @@ def test_persistent_workers_live_on_and_end_with_their_loader() -> None:
 
     loader._iterator = None
     gc.collect()
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before
     assert len(list(loader)) == len(list(stream_loader(chunks(), num_workers=2)))
     del loader
     gc.collect()
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
@@ -109,7 +110,7 @@ def test_workers_of_a_pass_that_is_given_up_do_not_stay(persistent_workers: bool
     del loader
     gc.collect()
 
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before
 
 
 class KnowsItsWorker(IterableDataset[Any]):
