@@ -320,7 +320,8 @@ class _Uses(ast.NodeVisitor):
         if any(map(self._holds, node.targets)) and self._is_in(node.value):
             # Also one that is made where it is None.
             self.counts = True
-            self.grows = self.grows or (isinstance(node.value, ast.BinOp) and not self._is_now_and_then)
+            is_len = isinstance(node.value, ast.Call) and _called(node.value) == "len"
+            self.grows = self.grows or is_len or (isinstance(node.value, ast.BinOp) and not self._is_now_and_then)
         elif not self._goes_into(node.targets, node.value):
             self.generic_visit(node)
             self._set |= {ast.unparse(target) for target in node.targets if self._is_named(target)}
@@ -353,6 +354,9 @@ class _Uses(ast.NodeVisitor):
         names = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
         if called in _TAKE and is_selfs and names in ([], [self._name]):
             self.uses = self.uses_all = True
+        if called == "setdefault" and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value):
+            # Such as a number for each new word, which is how many there were.
+            self.grows = self.grows or self._is_in(*node.args)
         if self._is_put(node):
             self.grows = self.grows or (called in _ADD and not self._is_now_and_then)
             for part in node.args:

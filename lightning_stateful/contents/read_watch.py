@@ -76,6 +76,8 @@ class ReadWatch:
         keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
+    _least_changes = _LEAST_CHANGES
+
     def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
         self._dataset, self._keeps = dataset, keeps
         self._is_over, self._kept = False, KeptSamples(dataset, _held)
@@ -115,7 +117,7 @@ class ReadWatch:
             return read()
         before = self._snapshot()
         samples = read()
-        if found := self._look(before):
+        if found := self._look(before, self._snapshot()):
             self._warn(found)
         self._is_over = self._is_over or self._num_looks >= _NUM_LOOKS
         if self._is_over:
@@ -131,9 +133,9 @@ class ReadWatch:
             self._is_over = True
             return {}
 
-    def _look(self, before: dict[_Name, Any]) -> list[_Name]:
+    def _look(self, before: dict[_Name, Any], now: dict[_Name, Any]) -> list[_Name]:
         """The counts and queues that are carried over, if a look shows some."""
-        now, self._num_looks = self._snapshot(), self._num_looks + 1
+        self._num_looks += 1
         if self._is_over:
             return []
         try:
@@ -150,13 +152,15 @@ class ReadWatch:
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""
         is_moving, is_number = (isinstance(changes[-1][1], kinds) for kinds in (_Moving, (int, float)))
-        least = _LEAST_COUNTED if is_moving or is_number else _LEAST_CHANGES
-        is_often = len(changes) >= least and self._num_looks in (len(changes), _NUM_LOOKS)
-        if not is_often or not (is_moving or _is_count_or_queue(changes)):
+        least = _LEAST_COUNTED if is_moving or is_number else self._least_changes
+        if not self._is_often(len(changes), least) or not (is_moving or _is_count_or_queue(changes)):
             return False
         used = _uses(self._dataset, name)
         # A number that is set, and not counted up, is mostly the index in hand.
         return used.uses and (used.counts or not is_number)
+
+    def _is_often(self, num_changes: int, least: int) -> bool:
+        return num_changes >= least and self._num_looks in (num_changes, _NUM_LOOKS)
 
     def _is_memory(self, name: _Name, value: Any) -> bool:
         """Whether reading adds items to a container, and code uses more of it than those of the sample in hand."""
@@ -176,6 +180,47 @@ class ReadWatch:
                 StatefulWarning,
                 stacklevel=2,
             )
+
+
+class StreamWatch(ReadWatch):
+    """Looks at what functions of a stream hold before its first batch, and behind the batches 1, 2, 4, 8, 16 and 32.
+
+    Samples are read ahead, so that most batches change nothing.
+
+    Args:
+        source: Whatever holds the functions.
+    """
+
+    _least_changes = _LEAST_COUNTED
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source, keeps=False)
+        self._num_batches, self._before = 0, self._snapshot()
+
+    def after_batch(self) -> str:
+        """A batch was read.
+
+        Returns:
+            A warning, once, that a function remembers what it was given; mostly nothing.
+        """
+        self._num_batches += 1
+        if self.is_over or self._num_batches & (self._num_batches - 1):
+            return ""
+        before, self._before = self._before, self._snapshot()
+        found = self._look(before, self._before)
+        self.is_over = bool(found) or self._num_looks >= _NUM_LOOKS
+        if self.is_over:
+            self._changes, self._before = {}, {}
+        if not found:
+            return ""
+        return (
+            f"{found[0].holder} changes {_joined(found)} as samples are read. No checkpoint has that: a resume begins "
+            "with what it holds when it is made, and is not exact if samples depend on it. Carry it by "
+            "stream.recurrent(function, initial), which is resumed."
+        )
+
+    def _is_often(self, num_changes: int, least: int) -> bool:
+        return num_changes >= least
 
 
 def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:

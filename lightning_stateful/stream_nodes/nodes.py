@@ -34,6 +34,7 @@ class Shards(ABC):
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         runs_users_code: Whether code of the user's that may draw random numbers runs as a shard is opened or read.
         num_bare: Shards in a row, so far, whose nodes held no random generators of their own.
+        was_watched: Whether it is known in this process if functions remember what they were given.
         has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
@@ -44,6 +45,7 @@ class Shards(ABC):
     draws: bool = False
     runs_users_code: bool = True
     num_bare: int = 0
+    was_watched: bool = False
     has_index: bool = False
     hides_workers: bool = False
     warning: str = ""

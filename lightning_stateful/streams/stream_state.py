@@ -15,17 +15,8 @@ from lightning_stateful.stream_nodes.nodes import NodeState, innermost, sources_
 from lightning_stateful.stream_nodes.shard_reader import num_read_again
 from lightning_stateful.streams.assignment import Assignment, ShardSlice, SlotProgress, SlotSlice, check_seen, left_of
 from lightning_stateful.streams.source import Source
-from lightning_stateful.streams.worker_slot import (
-    ALONE,
-    FRESH,
-    NOTHING_GIVEN,
-    SLOT_SHAPE,
-    SlotTask,
-    SourceTask,
-    StreamConfig,
-    WorkerSlot,
-    skipped_in,
-)
+from lightning_stateful.streams.source_reader import FRESH, NOTHING_GIVEN, SourceTask, skipped_in
+from lightning_stateful.streams.worker_slot import ALONE, SLOT_SHAPE, SlotTask, StreamConfig, WorkerSlot
 
 _COUNTS = ("shards_skipped", "samples_skipped", "samples_too_long")
 _SHAPE = {
