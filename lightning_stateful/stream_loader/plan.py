@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from lightning_stateful.stream_loader.reader import StreamReader
+
+class ReadStream(Protocol):
+    """A stream with a memory of where it stood, as ``StreamReader`` has and documents it."""
+
+    num_steps: int
+    ended: tuple[int, int] | None
+
+    @property
+    def name(self) -> str:
+        """The name of the stream in messages."""
+
+    def read(self, epoch: int, step: int) -> Iterator[Any]:
+        """The batches from a step on."""
+
+    def state_at(self, epoch: int, step: int) -> Any:
+        """The positions of all worker slots before a step."""
+
+    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """The same as plain data, with what else a progress holds."""
 
 
 class StreamEpochPlan:
@@ -27,9 +44,9 @@ class StreamEpochPlan:
 
     consumed: int
     epoch: int
-    order: StreamReader
+    order: ReadStream
 
-    def __init__(self, order: StreamReader, epoch: int, consumed: int = 0) -> None:
+    def __init__(self, order: ReadStream, epoch: int, consumed: int = 0) -> None:
         self.order, self.epoch, self.consumed = order, epoch, consumed
         self.length: int = order.num_steps
 
@@ -92,7 +109,7 @@ class StreamDetails(Mapping[str, Any]):
         PositionError, StreamError: When asked for what nobody knows, or not any more.
     """
 
-    def __init__(self, order: StreamReader, epoch: int, step: int) -> None:
+    def __init__(self, order: ReadStream, epoch: int, step: int) -> None:
         self.order, self._epoch, self._step = order, epoch, step
 
     @cached_property

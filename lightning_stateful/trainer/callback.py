@@ -221,7 +221,8 @@ class StatefulDataCallback(pl.Callback):
             raise error
         progress, module, loaders = self._progress(), stateful_module(self._trainer), self._loaders
         self.settings.ledger.save(progress.epoch_and_step)
-        asked_for = {"tokens": self._tokens.state(loaders, progress), "ledger": self.settings.ledger.state()}
+        tokens = self._tokens.state(loaders.combined, progress) if loaders else None
+        asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state()}
         asked_for |= loaders.content.state() if loaders else {}
         asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {
@@ -357,7 +358,7 @@ class StatefulDataCallback(pl.Callback):
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, loaders.combined.seeds(), self.settings.accept)
             loaders.expect(saved, state)
-        self._tokens.load(loaders, (saved or {}).get("tokens"), progress)
+        self._tokens.load(loaders.combined, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted
         self._loaders, self._phase = loaders, Resumed(progress, global_step, metrics, saved or {})
@@ -432,7 +433,7 @@ class StatefulDataCallback(pl.Callback):
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
         else:
             self._phase = Training()
-        self._tokens.begin(trainer, self._loaders)
+        self._tokens.begin(trainer, None if self._loaders is None else self._loaders.combined)
         optimizer_steps.watch_steps(trainer)
         self._results.generators.watch(trainer)
         self._signals.begin(trainer)
@@ -464,7 +465,7 @@ class StatefulDataCallback(pl.Callback):
         self.settings.ledger.end_batch()
         if self._loaders is not None:
             self._loaders.check_one_batch_a_step()
-            self._tokens.after_batch(trainer, self._loaders)
+            self._tokens.after_batch(trainer, self._loaders.combined)
             if self.settings.log_data:
                 log_data(trainer, pl_module, self._loaders.combined)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -13,9 +13,6 @@ from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.saved_progress import LoopProgress
-
-if TYPE_CHECKING:
-    from lightning_stateful.trainer.train_loaders import TrainLoaders
 
 
 def checked_limit(limit: int | None) -> int | None:
@@ -49,26 +46,26 @@ class TokenLimit:
         self._limit = limit
         return self
 
-    def state(self, loaders: TrainLoaders | None, progress: LoopProgress) -> dict[str, Any] | None:
+    def state(self, combined: CombinedLoaders | None, progress: LoopProgress) -> dict[str, Any] | None:
         """Plain data for a checkpoint of this progress: the epoch that comes next, and tokens of those before it.
 
         Within an epoch also the tokens up to this progress. Without a limit, or before there are loaders, it is None.
         """
-        if loaders is None or self._limit is None:
+        if combined is None or self._limit is None:
             return None
         epoch, step = progress.epoch_and_step
         if epoch == self._epoch:
             # A resume of a save at the epoch's last batch goes on in the next one.
-            after = self._after_epoch(loaders.combined, step) if step else dict(self._before)
+            after = self._after_epoch(combined, step) if step else dict(self._before)
             return {"epoch": epoch, "before": dict(self._before), "after": after}
         last = progress.batch if progress.ended and progress.epoch == self._epoch else self._step
-        return {"epoch": epoch, "before": self._after_epoch(loaders.combined, last)}
+        return {"epoch": epoch, "before": self._after_epoch(combined, last)}
 
-    def load(self, loaders: TrainLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
+    def load(self, combined: CombinedLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:
         """Go on from a checkpoint.
 
         Args:
-            loaders: The loaders.
+            combined: The loaders.
             saved: What :meth:`state` gave; None where nobody has counted.
             progress: Where the run goes on; on other ranks an epoch may be over that was not when it was saved.
 
@@ -82,7 +79,7 @@ class TokenLimit:
         self._before = {} if saved is None else dict(saved["before"])
         if saved is not None and "after" in saved and progress.epoch_and_step[0] > self._epoch:
             self._epoch, self._step, self._before = progress.epoch_and_step[0], 0, dict(saved["after"])
-        counts_anew = not all(loader.order.carries_over for loader in loaders.combined.loaders.values())
+        counts_anew = not all(loader.order.carries_over for loader in combined.loaders.values())
         if saved is None and self._epoch and counts_anew:
             rank_zero_warn(
                 f"The checkpoint does not say how many tokens the epochs before epoch {self._epoch} have served: it "
@@ -90,15 +87,15 @@ class TokenLimit:
                 category=StatefulWarning,
             )
 
-    def begin(self, trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:
+    def begin(self, trainer: pl.Trainer, combined: CombinedLoaders | None) -> None:
         """Look before the first batch of a fit.
 
         Raises:
             ConfigurationError: Nothing in the data is packed.
         """
-        if loaders is None or self._limit is None:
+        if combined is None or self._limit is None:
             return
-        combined, (epoch, step) = loaders.combined, loop_progress.next_step(trainer)
+        epoch, step = loop_progress.next_step(trainer)
         if epoch < self._epoch:
             # A resumed run may have yet to end an epoch that has no batch left.
             epoch, step = self._epoch, self._step
@@ -111,16 +108,16 @@ class TokenLimit:
         self._move(combined, epoch, step)
         self._look(combined, trainer, self._limit)
 
-    def after_batch(self, trainer: pl.Trainer, loaders: TrainLoaders) -> None:
+    def after_batch(self, trainer: pl.Trainer, combined: CombinedLoaders) -> None:
         """Tell the trainer to stop if the limit was reached."""
         if self._limit is None:
             return
         self._steps_left -= 1
-        self._move(loaders.combined, *loop_progress.next_step(trainer))
+        self._move(combined, *loop_progress.next_step(trainer))
         # A window of accumulation is trained on as a whole.
         ends_window = trainer.is_last_batch or self._step % trainer.accumulate_grad_batches == 0
         if self._steps_left <= 0 and ends_window:
-            self._look(loaders.combined, trainer, self._limit)
+            self._look(combined, trainer, self._limit)
 
     def _move(self, combined: CombinedLoaders, epoch: int, step: int) -> None:
         if epoch < self._epoch:
