@@ -17,7 +17,7 @@ from lightning_stateful.streams.iterables import IterableConfig, IterableTask, f
 # Batches that are read again one by one, in place of a state.
 _FEW = range(2**20)
 _OWN = Either(None, {"dataset": object, "iterator": object})
-_OF_PASS = {"state": _OWN, "since": COUNT, "first": Either(None, str), "over": bool}
+_OF_PASS = {"state": _OWN, "since": COUNT, "first": Either(None, str), "over": bool, "left_out": COUNT}
 _SLOT = {
     **_OF_PASS,
     "batches": COUNT,
@@ -140,7 +140,7 @@ class IterableState:
         fresh = fresh_state()
         batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
         if has_state(self.config.dataset):
-            ended = {name: slot[name] for name in ("state", "since", "first", "over")}
+            ended = {name: slot[name] for name in ("state", "since", "first", "over", "left_out")}
             more = {"number": slot["batches"] - slot["since"], "more": batches - slot["batches"]}
             return {**fresh, "ended": {**ended, **more}}
         if self.config.counts_passes:

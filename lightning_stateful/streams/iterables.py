@@ -32,6 +32,7 @@ _FRESH: NodeState = {
     "item": 0,
     "exhausted": False,
     "over": False,
+    "left_out": 0,
     "state": None,
     "since": 0,
     "first": None,
@@ -153,7 +154,7 @@ class IterableSlot:
 
     State:
         ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
-        ``over`` once it was asked for more. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
+        ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
         iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
         has it, the latter alone. ``first``, a digest of the batches since, or of the first one. Without a state
         ``first`` is a digest of samples,
@@ -161,7 +162,7 @@ class IterableSlot:
         end, and ``changes``: whether the end of one of them has changed the dataset, and ``draws``: whether
         samples were drawn from a random generator in it; ``outside``: digests of what passes have changed outside of
         it, from before the first pass. Before the first batch ``ended``:
-        of the pass before ``state``, ``since``, ``first``, ``over``, ``number`` (the batch behind the state) and
+        of the pass before ``state``, ``since``, ``first``, ``over``, ``left_out``, ``number`` (the batch behind the state) and
         ``more`` (batches that were asked for and never handed over).
 
     Attributes:
@@ -184,6 +185,8 @@ class IterableSlot:
         self._iterator: Any = None
         self.said: list[str] = []
         self._is_exhausted = False
+        # Samples of a last batch that is not full, left out by drop_last.
+        self._left_out = 0
         # Of the pass, where that was found to have begun already.
         self._found: list[Any] = []
         self._number = 0  # Of the pass, in the history.
@@ -302,6 +305,9 @@ class IterableSlot:
                 "generator that uses that state only when it is read begins the next pass with it, so a resume from "
                 "here may not be exact. Let an epoch have more batches than workers, or resume within one."
             )
+        self._read_samples(ended["left_out"])
+        many = number + since + ended["more"]
+        self._history[self._number] = -1 - many if ended["over"] else many
         # From a state at its end some begin anew at once, and others once they have found nothing.
         found = [] if self._is_exhausted or not ended["over"] or not is_same else self._read_samples(1)
         if found:
@@ -409,7 +415,10 @@ class IterableSlot:
         self._seed(epoch, number)
         batch, self._found = self._found, []
         batch += self._read_samples(size - len(batch))
-        return [] if len(batch) < size and self._config.drop_last else batch
+        if len(batch) == size or not self._config.drop_last:
+            return batch
+        self._left_out = len(batch)
+        return []
 
     def _read_samples(self, number: int) -> list[Any]:
         """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""
@@ -427,7 +436,7 @@ class IterableSlot:
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
         self._history[self._number] = number if batch else -1 - number
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
-        changes["exhausted"] = self._is_exhausted
+        changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
         self._watch_contents(is_first=not held["batches"])
         changes |= self._history.noted()
         if self._remembers:

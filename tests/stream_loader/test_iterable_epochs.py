@@ -44,26 +44,29 @@ CASES = [
         kind,
         workers,
         limit,
-        id=f"{kind.__name__}-{workers}-{limit}",
+        drop_last,
+        id=f"{kind.__name__}-{workers}-{limit}{'-drop_last' if drop_last else ''}",
         marks=pytest.mark.slow if kind not in IN_WORKERS.get(workers, KINDS) else (),
     )
     for kind in KINDS
     for workers in WORKERS
     for limit in (None, 3)
+    for drop_last in (False, True)
     # Processes take long: there, epochs are cut of what has no end only.
     if (limit and workers == "no workers") or bool(limit) == (kind in ENDLESS)
+    if not drop_last or not limit
 ]
 
 
-def user_loader(kind: Any, workers: str) -> DataLoader[Any]:
-    return DataLoader(kind(), batch_size=2, **WORKERS[workers])
+def user_loader(kind: Any, workers: str, **options: Any) -> DataLoader[Any]:
+    return DataLoader(kind(), batch_size=2, **WORKERS[workers], **options)
 
 
-def patched(kind: Any, workers: str) -> Any:
+def patched(kind: Any, workers: str, **options: Any) -> Any:
     """The loader of this package; workers that end with an epoch run in this process, which takes less time."""
     if workers == "fresh workers":
-        return stream_loader(kind(), kind=InThisProcess, **WORKERS[workers])
-    return patch_dataloader(user_loader(kind, workers))
+        return stream_loader(kind(), kind=InThisProcess, **WORKERS[workers], **options)
+    return patch_dataloader(user_loader(kind, workers, **options))
 
 
 def epochs_of(loader: Any, dataset: Any, limit: int | None, epochs: range) -> list[list[Any]]:
@@ -76,18 +79,20 @@ def epochs_of(loader: Any, dataset: Any, limit: int | None, epochs: range) -> li
     return found
 
 
-def in_torch(kind: Any, workers: str, limit: int | None) -> list[list[Any]]:
+def in_torch(kind: Any, workers: str, limit: int | None, **options: Any) -> list[list[Any]]:
     if workers == "persistent workers" and kind is Told:
         # In torch nobody can tell them; here they are told.
         workers = "fresh workers"
-    loader = user_loader(kind, workers)
+    loader = user_loader(kind, workers, **options)
     return epochs_of(loader, loader.dataset, limit, range(3))
 
 
-@pytest.mark.parametrize(("kind", "workers", "limit"), CASES)
-def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(kind: Any, workers: str, limit: int | None) -> None:
-    expected = in_torch(kind, workers, limit)
-    loader = patched(kind, workers)
+@pytest.mark.parametrize(("kind", "workers", "limit", "drop_last"), CASES)
+def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(
+    kind: Any, workers: str, limit: int | None, drop_last: bool
+) -> None:
+    expected = in_torch(kind, workers, limit, drop_last=drop_last)
+    loader = patched(kind, workers, drop_last=drop_last)
     states: dict[tuple[int, int], Any] = {}
     found: list[list[Any]] = []
     for epoch in range(3):
@@ -109,7 +114,7 @@ def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(kind: Any, wor
         steps = (0, 1, last) if not WORKERS[workers] else (0, 1) if epoch else (last,)
         if epoch > 1 or step not in steps or (limit and not expected[epoch][step:]):
             continue
-        resumed = patched(kind, workers)
+        resumed = patched(kind, workers, drop_last=drop_last)
         resumed.load_state_dict(state)
         again = [[plain(batch) for batch in islice(resumed, *([None] if limit is None else [limit - step]))]]
         if limit:
@@ -128,6 +133,38 @@ def test_an_epoch_that_a_loop_tells_the_dataset_stays(workers: str) -> None:
     with pytest.warns(StatefulWarning, match="Something else has called set_epoch of Told"):
         found = epochs_of(loader, loader.dataset, None, epochs)
     assert found == epochs_of(expected, expected.dataset, None, epochs)
+
+
+class StaysLoaded(Numbers):
+    """Begins every pass at the position that was loaded last, as first attempts at a state do."""
+
+    first = at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.first
+        for number in self.share()[self.first :]:
+            self.at += 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["at"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("many", [2, 9], ids=["within an epoch", "at its end"])
+def test_a_position_that_stays_in_force_is_warned_of(many: int, drop_last: bool) -> None:
+    loader = patched(StaysLoaded, "no workers", drop_last=drop_last)
+    for _ in islice(loader, many):
+        state = loader.state_dict()
+    state = state if many == 2 else loader.state_dict()
+
+    resumed = patched(StaysLoaded, "no workers", drop_last=drop_last)
+    resumed.load_state_dict(state)
+    with pytest.warns(StatefulWarning, match="a state that was loaded stays in force for later passes"):
+        assert [*resumed, *resumed]
 
 
 def nested(loader: Any) -> Any:
