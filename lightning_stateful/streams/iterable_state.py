@@ -12,7 +12,7 @@ from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, 
 from lightning_stateful.state import copy_plain
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import has_state
-from lightning_stateful.streams.iterables import IterableConfig, IterableTask, fresh_state, name_of_slot
+from lightning_stateful.streams.iterables import FRESH, IterableConfig, IterableTask, name_of_slot
 
 # Batches that are read again one by one, in place of a state.
 _FEW = range(2**20)
@@ -27,6 +27,7 @@ _SLOT = {
     "changes": bool,
     "draws": bool,
     "outside?": {str: str},
+    "samples": Either(None, (str, str, str, bool)),
     "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
 }
 _SHAPE = {
@@ -137,7 +138,7 @@ class IterableState:
 
     def _left(self, slot: NodeState, asked: int) -> NodeState:
         """The state of a slot that is to begin the next pass."""
-        fresh = fresh_state()
+        fresh = dict(FRESH)
         batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
         if has_state(self.config.dataset):
             ended = {name: slot[name] for name in ("state", "since", "first", "over", "left_out")}
@@ -169,7 +170,7 @@ class IterableState:
 
     def begun_again(self) -> IterableState:
         """The same pass, with every slot at its beginning."""
-        return self.at((fresh_state(),) * self.num_slots, self.steps)
+        return self.at((dict(FRESH),) * self.num_slots, self.steps)
 
     def report(self) -> dict[str, int]:
         """The pass."""

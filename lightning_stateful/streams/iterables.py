@@ -17,8 +17,8 @@ from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_d
 from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.streams.pass_history import (
     NUM_FIRST,
+    FirstSamples,
     digest_of_dataset,
-    digest_of_first,
     digest_of_sample,
     history_of,
     parts_of,
@@ -27,7 +27,8 @@ from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
-_FRESH: NodeState = {
+# The state of a worker slot before it has read anything.
+FRESH: NodeState = {
     "batches": 0,
     "item": 0,
     "exhausted": False,
@@ -36,6 +37,7 @@ _FRESH: NodeState = {
     "state": None,
     "since": 0,
     "first": None,
+    "samples": None,
     "passes": [],
     "changes": False,
     "draws": False,
@@ -154,16 +156,15 @@ class IterableSlot:
 
     State:
         ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
-        ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``: ``{"dataset": its state_dict(), "iterator": that of its
-        iterator}``, each or None, that was taken ``since`` batches ago; of one that is its own iterator, as torchdata
-        has it, the latter alone. ``first``, a digest of the batches since, or of the first one. Without a state
-        ``first`` is a digest of samples,
-        ``passes``: of each pass before, in the same process, the batches read, as ``-1 - batches`` if read to its
-        end, and ``changes``: whether the end of one of them has changed the dataset, and ``draws``: whether
-        samples were drawn from a random generator in it; ``outside``: digests of what passes have changed outside of
-        it, from before the first pass. Before the first batch ``ended``:
-        of the pass before ``state``, ``since``, ``first``, ``over``, ``left_out``, ``number`` (the batch behind the state) and
-        ``more`` (batches that were asked for and never handed over).
+        ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``:
+        ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
+        batches ago; of one that is its own iterator, as torchdata has it, the latter alone. ``first``, a digest of the
+        batches since, or of the first one. Without a state: ``samples``, digests of some samples; ``passes``, of each
+        pass before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether
+        the end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in
+        it; ``outside``, digests of what passes have changed outside of it, from before the first pass. Before the first
+        batch ``ended``, the same of the pass before, with ``number`` (the batch behind the state) and ``more`` (batches
+        that were asked for and never handed over).
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -179,7 +180,7 @@ class IterableSlot:
 
     def __init__(self, config: IterableConfig, task: IterableTask) -> None:
         self._config, self._dataset, self._task, self.epoch = config, config.dataset, task, task.epoch
-        self._held: NodeState = {**_FRESH, **(task.state or {})}
+        self._held: NodeState = {**FRESH, **(task.state or {})}
         self._history = history_of(self._dataset)
         self._samples: Any = None
         self._iterator: Any = None
@@ -368,7 +369,7 @@ class IterableSlot:
             if held["state"] is not None and self._is_due(held["state"], held["since"]):
                 self._next_state = self._own_state()
             return
-        found, first = 0, None
+        found, first = 0, FirstSamples()
         for number in range(held["batches"]):
             batch = self._read_batch(self.epoch, number)
             if not batch:
@@ -376,16 +377,12 @@ class IterableSlot:
                     f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
                     "same data, or resume from another checkpoint."
                 )
-            first = digest_of_first(batch, found, first)
+            first = first.behind(batch, found)
             found += len(batch)
             self._watch_contents(is_first=not number)
-        if self._config.is_checked and (held["first"] not in (None, first) or found != held["item"]):
-            raise PositionError(
-                f"{self._name()} begins pass {self.epoch} with other samples than before the resume, so that nobody "
-                f"can say which of its samples {held['item']} were. Give it state_dict and load_state_dict, or an "
-                "order that follows from set_epoch(epoch), and make it anew for a resume; or resume from the end of "
-                'an epoch. accept=("nondeterministic",) reads on behind as many samples.'
-            )
+        if self._config.is_checked:
+            where, is_seeded = f"{self._name()} begins pass {self.epoch}", self._config.sample_seed is not None
+            self.said += first.compare(held["samples"], where, is_as_long=found == held["item"], is_seeded=is_seeded)
 
     def _is_read_again(self, held: NodeState, epoch: int, number: int) -> bool:
         """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
@@ -443,7 +440,7 @@ class IterableSlot:
             self._compare_with_loaded(batch)
             changes |= self._state_after(batch)
         elif self._config.is_checked and batch:
-            changes["first"] = digest_of_first(batch, held["item"], held["first"])
+            changes["samples"] = list(FirstSamples(*held["samples"] or ()).behind(batch, held["item"]))
         self._held = {**held, **changes}
 
     def _watch_contents(self, *, is_first: bool) -> None:
@@ -469,13 +466,10 @@ class IterableSlot:
         return {**changes, "ended": None}
 
     def _compare_with_loaded(self, batch: list[Any]) -> None:
-        """Say if a pass after one that has ended begins where a state was loaded; not where all batches are alike."""
-        loaded, is_behind = self._history.loaded, self._held["batches"] == (self._task.state or {}).get("batches")
-        if loaded and (is_behind or not self._held["batches"]) and self._config.is_checked:
-            is_alike = loaded == digest_of_sample(batch, only_labels=False)
-            self._history.loaded = "" if is_alike else loaded
-            if is_alike and not self._held["batches"] and self._number and self._history[self._number - 1] < 0:
-                self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
+        """Say if a pass after one that has ended begins where a state was loaded."""
+        begins, is_behind = not self._held["batches"], self._held["batches"] == (self._task.state or {}).get("batches")
+        if (begins or is_behind) and self._config.is_checked and self._history.is_where_loaded(batch) and begins:
+            self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
 
     def _own_state(self) -> NodeState:
         return own_state(self._dataset, self._iterator, self._name())
@@ -497,11 +491,6 @@ class IterableSlot:
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)
-
-
-def fresh_state() -> NodeState:
-    """The state of a worker slot before it has read anything."""
-    return dict(_FRESH)
 
 
 def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.streams.outside_values import OutsideValues
@@ -51,6 +51,15 @@ class PassHistory(list[int]):
         self._began: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators.
         self._contents = self._drawn = ""
+
+    def is_where_loaded(self, batch: list[Any]) -> bool:
+        """Whether a batch is the first one behind a loaded state, though the pass before the present one has ended.
+
+        Not where all batches are alike: of those behind the state none may be the same.
+        """
+        is_alike = bool(self.loaded) and self.loaded == digest_of_sample(batch, only_labels=False)
+        self.loaded = "" if is_alike else self.loaded
+        return is_alike and len(self) > 1 and self[-2] < 0
 
     def look_outside(self, dataset: Any) -> dict[str, str]:
         """Digests of values outside of the dataset, from before its first pass in this process."""
@@ -272,22 +281,73 @@ def history_of(dataset: Any) -> PassHistory:
     return history
 
 
-def digest_of_first(batch: list[Any], item: int, first: str | None) -> str | None:
-    """The digest of the first samples of a pass, and of those at powers of two, after another batch.
+class FirstSamples(NamedTuple):
+    """Digests of the first samples of a pass, and of those at powers of two behind them.
 
-    Args:
-        batch: Its samples.
-        item: Samples of the pass before it.
-        first: The digest before it.
+    Attributes:
+        labels: Digest of their integers and strings, which no augmentation changes.
+        whole: Digest of all that they hold.
+        one: Digest of the labels of the very first one.
+        differ: Whether others have other labels, so that labels tell samples apart.
     """
-    numbers = set(range(item, min(item + len(batch), NUM_FIRST)))
-    power = 1 << max(item - 1, 0).bit_length()
-    while power < item + len(batch):
-        numbers |= {power} if power >= item else set()
-        power *= 2
-    for number in sorted(numbers):
-        first = digest_of_sample(batch[number - item], first)
-    return first
+
+    labels: str = ""
+    whole: str = ""
+    one: str = ""
+    differ: bool = False
+
+    def behind(self, batch: list[Any], item: int) -> FirstSamples:
+        """The same after another batch.
+
+        Args:
+            batch: Its samples.
+            item: Samples of the pass before it.
+        """
+        numbers = set(range(item, min(item + len(batch), NUM_FIRST)))
+        power = 1 << max(item - 1, 0).bit_length()
+        while power < item + len(batch):
+            numbers |= {power} if power >= item else set()
+            power *= 2
+        labels, whole, one, differ = self
+        for number in sorted(numbers):
+            sample = batch[number - item]
+            present = digest_of_sample(sample, only_labels=True)
+            one, differ = one or present, differ or present != (one or present)
+            labels = digest_of_sample(sample, labels, only_labels=True)
+            whole = digest_of_sample(sample, whole, only_labels=False)
+        return FirstSamples(labels, whole, one, differ)
+
+    def compare(self, noted: Any, where: str, *, is_as_long: bool, is_seeded: bool) -> list[str]:
+        """Compare samples that were read again with those before a resume.
+
+        Args:
+            noted: Those before, as plain data; None if nothing was noted of them.
+            where: Where they begin, for the error.
+            is_as_long: Whether as many were read again.
+            is_seeded: Whether their random draws follow a seed, so that all values are the same again.
+
+        Returns:
+            A warning, if only labels are the same.
+
+        Raises:
+            PositionError: These are other samples.
+        """
+        before = self if noted is None else FirstSamples(*noted)
+        if not is_as_long or self.labels != before.labels or (self.whole != before.whole and not before.differ):
+            raise PositionError(
+                f"{where} with other samples than before the resume, so that nobody can say which of its samples "
+                "were trained on. Give it state_dict and load_state_dict, or an order that follows from "
+                "set_epoch(epoch), and make it anew for a resume; or resume from the end of an epoch. "
+                'accept=("nondeterministic",) reads on behind as many samples.'
+            )
+        if self.whole == before.whole or not is_seeded:
+            return []
+        return [
+            f"{where} with samples that have the integers and strings of those before the resume, and other values: "
+            "they are others, or were augmented by a random generator that follows no seed. The resume is not exact. "
+            "Give it state_dict and load_state_dict, or an order that follows from set_epoch(epoch); "
+            'accept=("nondeterministic",) is silent.'
+        ]
 
 
 def digest_of_sample(sample: Any, before: str | None = None, *, only_labels: bool | None = None) -> str:

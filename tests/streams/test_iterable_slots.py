@@ -172,6 +172,33 @@ def test_other_samples_are_refused_unless_accepted() -> None:
     assert len(list(slot_of(AtRandom(), slot.state(), is_checked=False))) == 3
 
 
+@pytest.mark.parametrize(
+    "tag", [16000, "train", True, torch.tensor(0), np.int64(1)], ids=lambda tag: type(tag).__name__
+)
+def test_other_samples_are_refused_though_all_of_them_have_one_label(tag: Any) -> None:
+    class Tagged(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(random.SystemRandom().random(), tag) for _ in range(9)])
+
+    slot = slot_of(Tagged())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match="begins pass 0 with other samples"):
+        next(slot_of(Tagged(), slot.state()))
+
+
+@pytest.mark.parametrize("sample_seed", [None, 3])
+def test_other_values_beside_the_same_labels_are_told_where_draws_follow_a_seed(sample_seed: int | None) -> None:
+    class Augmented(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(random.SystemRandom().random(), number % 3) for number in range(9)])
+
+    slot = slot_of(Augmented(), sample_seed=sample_seed)
+    next(slot), next(slot)
+    resumed = slot_of(Augmented(), slot.state(), sample_seed=sample_seed)
+    next(resumed)
+    assert ["the integers and strings of those before" in text for text in resumed.said] == [True] * bool(sample_seed)
+
+
 def test_an_order_that_differs_behind_the_first_samples_is_refused() -> None:
     class Late(Numbers):
         def __init__(self, seed: int) -> None:
