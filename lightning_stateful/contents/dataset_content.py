@@ -51,6 +51,24 @@ def content_of(dataset: Any) -> dict[str, str]:
     return {name: digest for name, digest in sorted(found.items()) if digest}
 
 
+def named_files(dataset: Any) -> dict[str, str]:
+    """Digest the lists of strings and paths that an iterable dataset holds, such as those of its files.
+
+    Left out is whatever has changed since this process first looked, as by a pass that shuffles its list in place.
+
+    Returns:
+        Digests by the name of the attribute.
+    """
+    found: dict[str, str] = {}
+    for name, value in attributes_of(dataset).items():
+        is_list = type(value) in (list, tuple) and len(value) > 0
+        if is_list and all(isinstance(item, (str, PathLike)) for item in value[:_MOST_ITEMS]):
+            # What cannot be digested is not compared.
+            with suppress(Exception):
+                found[name] = _digest_of(value)
+    return {name: digest for name, digest in _unchanged(dataset, found).items() if digest}
+
+
 def content_now(dataset: Any) -> dict[str, str]:
     """As :func:`content_of`, with what has changed as it is now."""
     return _content(dataset, set(), 0, is_described=True, of_now=True)

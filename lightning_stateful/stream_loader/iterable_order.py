@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
 
+from lightning_stateful.contents.dataset_content import named_files
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
@@ -21,7 +23,7 @@ from lightning_stateful.stream_nodes.node_shards import draws_orders
 from lightning_stateful.stream_nodes.own_state import beginning_of, has_state
 from lightning_stateful.streams.iterable_state import IterableState
 from lightning_stateful.streams.iterables import IterableConfig
-from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset
+from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
 
 
 class IterableOrder(StreamReader):
@@ -56,6 +58,7 @@ class IterableOrder(StreamReader):
         if gives_batches:
             self.items = "batches"
             self._warn_of_drawn_orders()
+        self._files = {name: digest for part in parts_of(self.dataset) for name, digest in named_files(part).items()}
         self._built = digest_of_dataset(self.dataset) if self.settings.counts_passes else ""
         # Nothing of the dataset that lives on in workers is set from here.
         is_watched = self.begins_anew and self.settings.is_checked
@@ -72,6 +75,16 @@ class IterableOrder(StreamReader):
                 StatefulWarning,
                 stacklevel=4,
             )
+
+    def config(self) -> dict[str, Any]:
+        """The settings that determine the batches, and the files that the dataset names, on a single rank.
+
+        Of several ranks each may have files of its own, and a state is equal on all.
+        """
+        described = super().config()
+        if self._files and self.topology.num_replicas == 1 and os.environ.get("WORLD_SIZE", "1") == "1":
+            described["dataset"] = {**described["dataset"], "content": self._files}
+        return described
 
     def describe(self) -> str:
         """A sentence on how the dataset is divided and resumed."""

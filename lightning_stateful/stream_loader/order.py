@@ -87,12 +87,14 @@ class StreamOrder(StreamReader):
 
     def describe(self) -> str:
         """A sentence on how the stream is divided and resumed."""
-        number = sum(source.shards.num_shards for source in self.settings.sources.values())
+        shards = [source.shards for source in self.settings.sources.values()]
         reasons = self.reasons_to_read_again()
-        return (
+        number = sum(one.num_shards for one in shards)
+        said = (
             f"{self.name} is a stream: its {number} shards are shared evenly among ranks and workers, and a resume "
             f"{f'reads it again, because {reasons}' if reasons else 'goes on within it'}.{self._note_of_epochs()}"
         )
+        return " ".join(dict.fromkeys([said, *(one.note for one in shards if one.note)]))
 
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""

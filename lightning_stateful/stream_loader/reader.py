@@ -410,7 +410,7 @@ class StreamReader(ABC):
             timeout=self.options.timeout,
             describe=describe,
             world=world,
-            terms={**self.config(), **read, **self.first_samples, "progress": where},
+            terms={**self.settings.describe(), **read, **self.first_samples, "progress": where},
         )
 
     def _gave_nothing(self) -> ConfigurationError:

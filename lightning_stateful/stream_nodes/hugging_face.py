@@ -82,6 +82,7 @@ class HuggingFaceShards(Shards):
         self.draws = self.runs_users_code = any(map(pipelines.may_draw, stages))
         found = [text for stage in stages for text in pipelines.warnings_of(stage, self._num_shards)]
         self.warning = " ".join(dict.fromkeys(found))
+        self.note = pipelines.note_of(stages, self._num_shards)
         self.reread = pipelines.reread_of(stages)
         reruns = pipelines.gives_tables(dataset._formatting) or any(map(pipelines.reruns_users_code, stages))
         if self.draws and reruns:

@@ -212,6 +212,17 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
         yield f"{word} works on each of the {num_shards} shards by itself, as in Hugging Face's workers: {apart}."
 
 
+def note_of(stages: Iterable[Any], num_shards: int) -> str:
+    """A sentence on functions that may give other rows where the batches that they are given are others."""
+    is_batched = any(getattr(stage, "batched", False) and runs_users_code(stage) for stage in stages)
+    if num_shards == 1 or not is_batched:
+        return ""
+    return (
+        f"map(batched=True) is given the rows of each of the {num_shards} shards by itself: a function that joins "
+        "rows, or cuts them into blocks, gives other rows than over the whole dataset."
+    )
+
+
 def _apart(stage: Any) -> str:
     """A warning of what a stage does in each shard by itself; empty where shards make no difference."""
     word = class_of(stage).word

@@ -38,6 +38,7 @@ class Shards(ABC):
         has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
+        note: What else differs from reading the data as a whole, for the log; empty for nothing.
         reread: Why a shard has to be read again from its beginning on a resume, in words; empty where that is quick.
         reread_if_drawn: Why it has to be, once functions have drawn random numbers; empty where it does not.
     """
@@ -49,6 +50,7 @@ class Shards(ABC):
     has_index: bool = False
     hides_workers: bool = False
     warning: str = ""
+    note: str = ""
     reread: str = ""
     reread_if_drawn: str = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -25,7 +26,7 @@ from support.stream_cases import InThisProcess, chunks, plain, read_numbers, str
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
-from lightning_stateful.errors import ShardError, StatefulWarning
+from lightning_stateful.errors import ShardError, StatefulWarning, StateMismatchError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*were read again"), pytest.mark.filterwarnings("ignore:.*no batch")]
 
@@ -165,6 +166,46 @@ def test_a_position_that_stays_in_force_is_warned_of(many: int, drop_last: bool)
     resumed.load_state_dict(state)
     with pytest.warns(StatefulWarning, match="a state that was loaded stays in force for later passes"):
         assert [*resumed, *resumed]
+
+
+class Files(Numbers):
+    """Reads files in the order of its list, which it shuffles in place if it is told to."""
+
+    def __init__(self, files: list[str], *, shuffle: bool = False) -> None:
+        self.files, self.shuffle = files, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.shuffle:
+            random.shuffle(self.files)
+        return iter([f"{file} {number}" for file in self.files for number in range(3)])
+
+
+@pytest.mark.parametrize("step", [2, 99], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize("files", ["abcde", "abdc", "abx"])
+def test_other_files_are_refused_and_warned_of_where_they_are_accepted(files: str, step: int) -> None:
+    loader = patch_dataloader(DataLoader(Files(list("abcd")), batch_size=2))
+    assert list(islice(loader, step))
+    state = loader.state_dict()
+
+    resumed = patch_dataloader(DataLoader(Files(list(files)), batch_size=2))
+    with pytest.raises(StateMismatchError, match=r"dataset\.content\.files: saved"):
+        resumed.load_state_dict(state)
+    if step == 99:
+        # There is nothing left of the epoch.
+        return
+    resumed = patch_dataloader(DataLoader(Files(list(files)), batch_size=2), accept=("dataset.content",))
+    with pytest.warns(StatefulWarning, match=r"dataset\.content\.files"):
+        resumed.load_state_dict(state)
+
+
+def test_a_list_of_files_that_passes_shuffle_in_place_is_not_compared_in_their_process() -> None:
+    dataset = Files(list("abcd"), shuffle=True)
+    loader = patch_dataloader(DataLoader(dataset, batch_size=2))
+    assert len(list(loader)) == 6
+    state = patch_dataloader(DataLoader(dataset, batch_size=2)).state_dict()
+
+    patch_dataloader(DataLoader(Files(list("abcd"), shuffle=True), batch_size=2)).load_state_dict(state)
+    patch_dataloader(DataLoader(dataset, batch_size=2)).load_state_dict(loader.state_dict())
 
 
 def nested(loader: Any) -> Any:

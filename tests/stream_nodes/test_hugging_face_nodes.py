@@ -602,6 +602,14 @@ class TestWhatIsSaid:
 
         assert re.search(said, warning), warning
 
+    def test_batches_of_a_function_end_with_a_shard_which_the_log_says(self, tmp_path: Path) -> None:
+        stream = hf.stream("arrow", tmp_path, SIZES)
+        batched, by_row = stream.map(hf.plus_batch, batched=True), stream.map(hf.plus)
+
+        assert "the rows of each of the" in HuggingFaceShards(batched).note
+        assert "a function that joins rows" in patch_dataloader(DataLoader(batched, batch_size=2)).order.describe()
+        assert not HuggingFaceShards(by_row).note
+
     @pytest.mark.parametrize(
         ("file", "named"),
         [
