@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
