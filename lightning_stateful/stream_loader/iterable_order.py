@@ -190,6 +190,12 @@ class IterableOrder(StreamReader):
         super().begin_at(progress)
         self._moves_to = None
 
+    def end_at(self, progress: Progress) -> None:
+        """The epoch of a known progress ends there; the datasets are yet to be brought to where it has left them."""
+        super().end_at(progress)
+        if self._moves_to == (progress.epoch, progress.consumed):
+            self._moves_to = progress.epoch + 1, 0
+
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
         self._moves_to = progress.epoch, progress.consumed

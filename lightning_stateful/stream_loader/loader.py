@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.order import Progress
+from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
@@ -54,6 +54,8 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     state_name = "The loader's state"
     _divides_itself = False
+    # The most batches of an epoch, by the length that a trainer has asked for first.
+    _longest = UNKNOWN
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions | None = None) -> None:
         # Not torch's constructor: the copy has been constructed.
@@ -117,6 +119,9 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
             # A trainer that fetches a batch ahead has read over those that are left out, and its limit counts others.
             limit, lag = None, lag + self.tracker.skipping.longest
         self.order.prepare(label, limit=limit, lag=lag, repeats=repeats)
+        if self.is_sized and self.options.steps_per_epoch is None:
+            # As Lightning, which asks for the length once, reads no more in later epochs.
+            self._longest = len(self._sized)
 
     def _reason_against_skip(self, skip: Skip) -> str:
         if skip.names_samples:
@@ -197,7 +202,7 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if self.options.steps_per_epoch is not None:
             return self.options.steps_per_epoch
         if self.is_sized:
-            return len(self._sized)
+            return min(len(self._sized), self._longest)
         raise TypeError(f"{self.order.name} is a stream; how many batches it gives is known at its end.")
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here

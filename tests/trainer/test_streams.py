@@ -89,6 +89,20 @@ def test_a_length_is_not_lost() -> None:
     assert run.trainer.fit_loop.max_batches == 4
 
 
+class Grows(Counts):
+    """Says behind each pass that the next one has two numbers more."""
+
+    def __len__(self) -> int:
+        return 7 + 2 * self.num_passes
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_passes_are_counted_on_where_a_resume_finds_an_epoch_over(tmp_path: Path) -> None:
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0), ("on_train_batch_end", 1, 2)]
+    assert_goes_on_from_every_moment(tmp_path, partial(remembering, Grows), moments, train_alone, max_epochs=3)
+
+
 def test_two_loaders_over_one_dataset_are_warned_of_at_the_start() -> None:
     def shared() -> Any:
         dataset = Stream()
