@@ -114,12 +114,12 @@ class WrappedSampler:
     def __post_init__(self) -> None:
         if self.tail not in TAILS:
             raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
-        if not hasattr(self.sampler, "__iter__"):
+        if not hasattr(type(self.sampler), "__iter__") and not hasattr(type(self.sampler), "__getitem__"):
             raise ConfigurationError(
-                f"{self.name} cannot be iterated; a sampler has __iter__. If it is meant as an order, members are "
-                "missing, or it is passed under the wrong name: sampler= takes a SampleOrder (kind, version, __len__, "
-                "take, config), batch_sampler= a BatchOrder (kind, version, carries_over, config, plan, convert, "
-                "adapted)."
+                f"{self.name} cannot be iterated; a sampler has __iter__ or __getitem__. If it is meant as an order, "
+                "members are missing, or it is passed under the wrong name: sampler= takes a SampleOrder (kind, "
+                "version, __len__, take, config), batch_sampler= a BatchOrder (kind, version, carries_over, config, "
+                "plan, convert, adapted)."
             )
         object.__setattr__(self, "seed", as_int("seed", self.seed))
         object.__setattr__(self, "accept", accepted_names(self.accept))
