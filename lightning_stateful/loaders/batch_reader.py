@@ -306,7 +306,8 @@ class BatchReader:
         if self._watch is not None:
             holders = (self._given_by, *([loader] if self._given_by is not loader else []))
             is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
-            self._watch.begin(plan.epoch, holders, is_rest=is_rest)
+            of_others = None if batches.seed is None else derive_seed("beside", batches.seed, plan.epoch)
+            self._watch.begin(plan.epoch, holders, is_rest=is_rest, seed=of_others)
         fetch = self._fetch_from(iter(self._given_by))
         if is_own and batches.seed is not None:
             seed = derive_seed("iteration", batches.seed, plan.epoch)

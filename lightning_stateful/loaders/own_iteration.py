@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
@@ -33,6 +33,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
+from lightning_stateful.loaders.loaders_beside import LoadersBeside
 from lightning_stateful.samplers.attributes import named_outside
 from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
 from lightning_stateful.samplers.tracker import Tracker
@@ -74,21 +75,25 @@ class Watch:
         self.kept: set[str] = set()
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
+        self._beside: LoadersBeside | None = None
         # The digests of attributes before the first pass, as it read its first batch, and after the latest batch.
         self._before = self._first = self._latest = dict[str, str]()
         self.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
-        return {**vars(self), "_holders": (), "_ahead": deque()}
+        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque()}
 
-    def begin(self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False) -> None:
+    def begin(
+        self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False, seed: int | None = None
+    ) -> None:
         """A pass begins, over a loader or an object that holds it, and the loader.
 
         Args:
             epoch: The epoch.
             holders: What is iterated, and the loader in it.
             is_rest: Whether DataLoader reads the rest of the epoch alone.
+            seed: Seeds what other loaders draw that it reads beside; None to leave their generators alone.
         """
         self.num_read = self.num_given = 0
         self._is_rest = is_rest
@@ -98,6 +103,10 @@ class Watch:
         self._thread = threading.get_ident()
         if holders:
             self._num_passes += 1
+            if self._beside is None:
+                self._beside = LoadersBeside(holders)
+            if seed is not None:
+                self._beside.seed(holders, seed)
             self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
@@ -114,11 +123,16 @@ class Watch:
 
         The latter are looked at once a pass.
         """
-        return digests_of_attributes(self._holders) | {
-            name: state_of_generator(value) if isinstance(value, GENERATORS) else shown(value)
-            for holder in self._holders
-            for name, value in named_outside(holder).items()
-        }
+        beside = {} if self._beside is None else self._beside.digests(self._holders, self._epoch)
+        return (
+            digests_of_attributes(self._holders)
+            | beside
+            | {
+                name: state_of_generator(value) if isinstance(value, GENERATORS) else shown(value)
+                for holder in self._holders
+                for name, value in named_outside(holder).items()
+            }
+        )
 
     def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
         """Attributes that a new loader may have otherwise, within an epoch or at its end."""
@@ -390,27 +404,6 @@ def held_loader(iterable: Any) -> str:
     loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
     begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
     return loaders[0] if len(loaders) == 1 and not begun else ""
-
-
-def warn_of_held_loaders(iterable: Any, where: str) -> None:
-    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
-
-    Warns:
-        StatefulWarning: With the attributes and the remedy.
-    """
-    held = getattr(iterable, "__dict__", {})
-    names = [name for name, value in held.items() if isinstance(value, (DataLoader, _BaseDataLoaderIter))]
-    maps = [name for name in names if not isinstance(getattr(held[name], "dataset", None), IterableDataset)]
-    if maps and not hasattr(type(iterable), "state_dict"):
-        warnings.warn(
-            f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(names)}). A "
-            "resume iterates it again up to where the model stood, which is exact only if its batches come in the same "
-            "order again, and not where they are shuffled. Pass the DataLoader itself, with prefetch_factor=, or let "
-            f"{type(iterable).__qualname__} hold one DataLoader, no iterator of it, and have no __next__, but an "
-            "__iter__ that calls iter() on the DataLoader and yields.",
-            StatefulWarning,
-            stacklevel=4,
-        )
 
 
 def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:

@@ -27,7 +27,8 @@ from lightning_stateful.loaders.description import (
     only_cuts,
     without_lightnings,
 )
-from lightning_stateful.loaders.own_iteration import held_loader, warn_of_held_loaders, without_repeats
+from lightning_stateful.loaders.loaders_beside import warn_of_held_loaders
+from lightning_stateful.loaders.own_iteration import held_loader, without_repeats
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler

@@ -159,7 +159,8 @@ class EpochResults:
                 collection._groups_checked = True
 
     def add(self, trainer: pl.Trainer) -> None:
-        """Add what was summed up before the resume, once a value has been logged since."""
+        """Add what was summed up before the resume, once a value has been logged since; a batch ends."""
+        self.generators.note_batch_end()
         if self._pending:
             self._add(trainer)
 

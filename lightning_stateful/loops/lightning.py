@@ -110,6 +110,7 @@ INTERNALS = {
     "fit_loop.epoch_loop._batches_that_stepped": "to go on with the steps that loggers are told",
     "fit_loop.epoch_loop._num_ready_batches_reached": "to step schedulers at the end of an epoch",
     "fit_loop.epoch_loop._restarting": "to end the restart of this loop and not of those within it",
+    "fit_loop.epoch_loop._on_after_fetch": "to note whether a batch's step draws from generators of the data",
     "fit_loop.epoch_loop._on_before_fetch": "to note random generators before a batch's first hook",
     "fit_loop.epoch_loop._results": "to read what a step has logged without a collective",
     "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",

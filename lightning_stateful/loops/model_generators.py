@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import StatefulWarning
@@ -23,15 +24,18 @@ from lightning_stateful.samplers.generator_states import identity_of
 from lightning_stateful.samplers.rng import get_generator_state, set_generator_state
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
-# Parts of a loader whose generators follow from the position of the data.
-_OF_LOADERS = ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
+# Parts of a loader whose generators are seeded by batch, and those whose generators are seeded by epoch.
+_OF_SAMPLES, _OF_ORDER = ("dataset", "collate_fn"), ("sampler", "batch_sampler", "generator")
 
 
-def generators_in(trainer: pl.Trainer) -> dict[str, Any]:
+def generators_in(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The generators that the module and the callbacks hold, by place, as ``Model.augment.generator``.
 
     They are looked for as those of a dataset are (:class:`~lightning_stateful.samplers.held_generators.HeldGenerators`)
-    and no property or method is called. Those of the process, of data modules and of training data are left out.
+    and no property or method is called. Those of the process and of data modules are left out.
+
+    Returns:
+        Those that training data do not hold; those that a sampler holds too; and others that training data hold too.
     """
     roots: dict[str, Any] = {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -41,12 +45,19 @@ def generators_in(trainer: pl.Trainer) -> dict[str, Any]:
             number = sum(one.partition("#")[0] == name for one in roots)
             roots[f"{name}#{number + 1}" if number else name] = root
     found = _reachable(roots, (Dataset, pl.LightningDataModule))
-    if found and (combined := trainer.fit_loop._combined_loader) is not None:
-        of_data = [getattr(loader, name, None) for loader in combined.flattened for name in _OF_LOADERS]
-        of_data += [getattr(part, "__dict__", None) for part in of_data]
-        left = _reachable({str(number): part for number, part in enumerate(of_data)}, ())
-        found = {identity: one for identity, one in found.items() if identity not in left}
-    return dict(found.values())
+    of_order, of_samples = (_of_data(trainer, names) if found else set() for names in (_OF_ORDER, _OF_SAMPLES))
+    own = dict(one for identity, one in found.items() if identity not in of_order | of_samples)
+    by_epoch = dict(one for identity, one in found.items() if identity in of_order - of_samples)
+    return own, by_epoch, dict(one for identity, one in found.items() if identity in of_samples)
+
+
+def _of_data(trainer: pl.Trainer, names: tuple[str, ...]) -> set[int]:
+    """Identities of the generators that parts of the training loaders hold."""
+    if (combined := trainer.fit_loop._combined_loader) is None:
+        return set()
+    parts = [getattr(loader, name, None) for loader in combined.flattened for name in names]
+    parts += [getattr(part, "__dict__", None) for part in parts]
+    return set(_reachable({str(number): part for number, part in enumerate(parts)}, ()))
 
 
 class ModelGenerators:
@@ -57,6 +68,11 @@ class ModelGenerators:
         nowhere: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
         # States before the latest batch was fetched, or the first of a window; before a validation; and at an end.
         self._before_batch = self._before_validation = self._at_end = nowhere
+        # Those that training data hold too, by epoch and by batch, and their states after the latest batch was fetched.
+        self._shared: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        self._fetched: dict[str, Any] = {}
+        # Those of them that something else than training data has drawn from.
+        self._drawn_by_both: set[str] = set()
         # Those that the latest validation has drawn from.
         self._validated: set[str] = set()
 
@@ -65,12 +81,14 @@ class ModelGenerators:
         self.end_watching(trainer)
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         epoch_loop._on_before_fetch = partial(self._before_fetch, trainer, epoch_loop._on_before_fetch)
+        epoch_loop._on_after_fetch = partial(self._after_fetch, epoch_loop._on_after_fetch)
         epoch_loop.val_loop.reset = partial(self._before_reset, trainer, epoch_loop.val_loop.reset)
 
     def end_watching(self, trainer: pl.Trainer) -> None:
         """Undo :meth:`watch`."""
         epoch_loop: Any = trainer.fit_loop.epoch_loop
-        vars(epoch_loop).pop("_on_before_fetch", None)
+        for name in ("_on_before_fetch", "_on_after_fetch"):
+            vars(epoch_loop).pop(name, None)
         vars(epoch_loop.val_loop).pop("reset", None)
 
     def _before_fetch(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
@@ -82,6 +100,33 @@ class ModelGenerators:
         if batch % trainer.accumulate_grad_batches == 0:
             self._before_batch = (epoch, batch), self._states(trainer)
         original()
+
+    def _after_fetch(self, original: Callable[[], None]) -> None:
+        original()
+        self._fetched = self._states_of_shared()
+
+    def note_batch_end(self) -> None:
+        """Warn where the module or a callback has drawn, since the latest batch was fetched, from what data draw from.
+
+        Warns:
+            StatefulWarning: It has, for the first time.
+        """
+        now = self._states_of_shared()
+        drawn = {place for place, state in self._fetched.items() if now.get(place, state) != state}
+        self._fetched = {}
+        if drawn and not self._drawn_by_both:
+            rank_zero_warn(
+                f"{', '.join(sorted(drawn))} is a random generator that training data draw from as well. It is seeded "
+                "for these by (seed, epoch, batch), so what the module or a callback draws from it does not go on "
+                "exactly where a run is resumed within an epoch. Give the module a generator of its own.",
+                category=StatefulWarning,
+            )
+        self._drawn_by_both |= drawn
+
+    def _states_of_shared(self) -> dict[str, Any]:
+        """The states, as plain data, of those that training data hold too and nobody has been warned of."""
+        shared = {place: one for of in self._shared for place, one in of.items() if place not in self._drawn_by_both}
+        return _plain({place: get_generator_state(one) for place, one in shared.items()}) if shared else {}
 
     def _before_reset(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
         self._before_validation = next_step(trainer), self._states(trainer)
@@ -112,7 +157,9 @@ class ModelGenerators:
             # The window is trained on again without its validation: they cannot come to where they were.
             self._note_drawn(trainer)
             states = {place: state for place, state in states.items() if place not in self._validated}
-        return _plain(states)
+        # A resume at the beginning of an epoch finds those that a sampler seeds as they were.
+        lost = {place for of in self._shared[not progress.running :] for place in of if place in self._drawn_by_both}
+        return {**_plain(states), **dict.fromkeys(lost)}
 
     def put_back(self, trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
         """Put the generators back to saved states.
@@ -120,7 +167,7 @@ class ModelGenerators:
         Warns:
             StatefulWarning: One has no saved state, or is not there, or is of another kind by now.
         """
-        generators = generators_in(trainer)
+        generators, *_ = generators_in(trainer)
         unlike = generators.keys() ^ saved.keys()
         for place in generators.keys() & saved.keys():
             try:
@@ -131,7 +178,8 @@ class ModelGenerators:
 
     def _states(self, trainer: pl.Trainer) -> dict[str, Any]:
         if self._generators is None:
-            self._generators = generators_in(trainer)
+            self._generators, *shared = generators_in(trainer)
+            self._shared = shared[0], shared[1]
         return {place: get_generator_state(generator) for place, generator in self._generators.items()}
 
 
@@ -145,8 +193,9 @@ def warn_of_lost(places: Collection[str]) -> None:
         warnings.warn(
             f"Of random generators of the module or of callbacks, {', '.join(sorted(places))} could not be put back to "
             "where the checkpoint was written: on this rank the checkpoint or this run lacks it, or it is of another "
-            "kind, or the number of ranks is another, or a validation in an open accumulation window has drawn from "
-            "it. What is drawn from it does not go on exactly. Make it in __init__, and save between windows.",
+            "kind, or training data draw from it as well, or the number of ranks is another, or a validation in an "
+            "open accumulation window has drawn from it. What is drawn from it does not go on exactly. Make it in "
+            "__init__, for the module alone, and save between windows.",
             category=StatefulWarning,
             stacklevel=2,
         )

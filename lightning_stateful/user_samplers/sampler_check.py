@@ -6,7 +6,7 @@ import hashlib
 import marshal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -76,6 +76,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
+        ended = [fresh(sampler=copied.sampler) for _ in range(2 * changed)]
         is_quick = changed and facts.seconds <= _QUICK
         facts.is_harmless = is_quick and not facts.unseen and _begins_alike(tried, fresh)
         facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
@@ -87,9 +88,15 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
         facts.leads_back = followed is not None and _leads_back(fresh, followed)
+        shared = surroundings_of(order.sampler, order.dataset)
+        facts.apart_in = _first_apart(fresh(), fresh(), range(3 if changed or order.has_set_epoch else 1))
         is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
-        if is_unseen and "nondeterministic" not in order.accept and _begins_apart(fresh):
+        if is_unseen and "nondeterministic" not in order.accept and facts.apart_in == 0:
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
+        if ended and facts.apart_in is None:
+            # As the whole of the first epoch leaves it.
+            facts.apart_in = _first_apart(ended[0], ended[1], range(1, 3))
+        _refuse_changes_of_data(order, facts, shared, fresh)
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
@@ -218,9 +225,17 @@ def _iterated(order: UserSampler, sampler: Any, choose: Any, asked: AskedRanks |
     return order.iterating(sampler, settings, asked)
 
 
-def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
-    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for."""
-    return _iterated(order, SamplerCopy(order.sampler, order.dataset).sampler, choose, asked)
+def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None, sampler: Any = None) -> IteratedSampler:
+    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for.
+
+    Args:
+        order: The sampler.
+        choose: What to set on the copy.
+        asked: Answers for torch.distributed.
+        sampler: The copy is made of this copy of the sampler.
+    """
+    made = SamplerCopy(order.sampler if sampler is None else sampler, order.dataset)
+    return _iterated(order, made.sampler, choose, asked)
 
 
 class _Followed:
@@ -420,11 +435,16 @@ def _beginning_when_told(tried: IteratedSampler, times: int) -> list[str]:
     return _beginning(tried, 1)
 
 
-def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:
-    """Whether two fresh copies begin the first epoch otherwise."""
+def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[int]) -> int | None:
+    """The first of some epochs that begins otherwise on two equal copies, although they draw alike; None for none."""
+    started = time.perf_counter()
     with suppress(Exception):
-        return _beginning(fresh(), 0) != _beginning(fresh(), 0)
-    return False
+        for epoch in epochs:
+            if time.perf_counter() - started > PATIENCE:
+                return None
+            if _beginning(one, epoch) != _beginning(other, epoch):
+                return epoch
+    return None
 
 
 def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any = None) -> list[str]:

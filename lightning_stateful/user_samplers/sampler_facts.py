@@ -27,6 +27,7 @@ class SamplerFacts:
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
         adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
+        apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
@@ -46,6 +47,7 @@ class SamplerFacts:
     remembers: bool = False
     adds_up: bool = False
     is_harmless: bool = False
+    apart_in: int | None = None
     unseen: list[str] = field(default_factory=list)
     contents: str = ""
     leads_back: bool = False

@@ -30,7 +30,7 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
+from lightning_stateful.user_samplers.sampler_check import PATIENCE, check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
@@ -114,12 +114,12 @@ class WrappedSampler:
     def __post_init__(self) -> None:
         if self.tail not in TAILS:
             raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
-        if not hasattr(self.sampler, "__iter__"):
+        if not hasattr(type(self.sampler), "__iter__") and not hasattr(type(self.sampler), "__getitem__"):
             raise ConfigurationError(
-                f"{self.name} cannot be iterated; a sampler has __iter__. If it is meant as an order, members are "
-                "missing, or it is passed under the wrong name: sampler= takes a SampleOrder (kind, version, __len__, "
-                "take, config), batch_sampler= a BatchOrder (kind, version, carries_over, config, plan, convert, "
-                "adapted)."
+                f"{self.name} cannot be iterated; a sampler has __iter__ or __getitem__. If it is meant as an order, "
+                "members are missing, or it is passed under the wrong name: sampler= takes a SampleOrder (kind, "
+                "version, __len__, take, config), batch_sampler= a BatchOrder (kind, version, carries_over, config, "
+                "plan, convert, adapted)."
             )
         object.__setattr__(self, "seed", as_int("seed", self.seed))
         object.__setattr__(self, "accept", accepted_names(self.accept))
@@ -224,6 +224,8 @@ class WrappedSampler:
             note += f" Its earlier passes are begun again as well, because {why}."
         if has_own_state(self) and not self.facts.leads_back and (self.facts.length or STATE_STRIDE) >= STATE_STRIDE:
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
+        if self.facts.seconds > PATIENCE:
+            note += f" To try its first epoch before training took {self.facts.seconds:.0f} s."
         if type(self.sampler) is RandomSampler and vars(self).get("_met", (1, 0))[0] > 1:
             note += " What it draws is dealt out, where Lightning deals out the whole dataset."
         if self.whole_batches and callable(getattr(self.sampler, "set_epoch", None)):

@@ -465,3 +465,35 @@ class StepsOn(Unsized):
                 self.batches = iter(self.loader)
                 batch = next(self.batches)
             yield batch
+
+
+class Beside(DataLoader[Any]):
+    """Adds to each batch one of another loader."""
+
+    def __init__(self, *args: Any, other: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.others = [other]
+
+    def __iter__(self) -> Any:
+        for batch, beside in zip(super().__iter__(), self.others[0], strict=True):
+            yield {**batch, "id": batch["id"] + 100 * beside["id"]}
+
+
+class KeepsBoth:
+    """Takes turns between two loaders, of iterators that go on from epoch to epoch."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+        self.batches: list[Any] = [None for _ in loaders]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        for number in range(6):
+            turn = number % 2
+            batch = None if self.batches[turn] is None else next(self.batches[turn], None)
+            if batch is None:
+                self.batches[turn] = iter(self.loaders[turn])
+                batch = next(self.batches[turn])
+            yield batch

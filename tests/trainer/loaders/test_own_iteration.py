@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import own_iterations as own
 from support.ddp_runs import Link, assert_chains, chain_of, over_all
 from support.ledger import Numbers, trained
@@ -317,6 +318,63 @@ def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
         StatefulWarning, match=r"the training loader is a HandsOn .*\(loader, other\).*Pass the DataLoader"
     ):
         train_alone(interleaved, max_epochs=1)
+
+
+class DrawsFromBoth(RandomSampler):
+    """Draws from a generator of its own, and from one that its class holds."""
+
+    of_class = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.of_class.permutation(list(super().__iter__())).tolist())
+
+
+BESIDE: dict[str, Callable[[], Any]] = {
+    "shuffle": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+    "sampler": lambda: {"sampler": DrawsFromBoth(Numbers(12), generator=torch.Generator().manual_seed(1))},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_loader_that_is_read_beside_draws_from_its_own_generators_as_before_the_stop(
+    tmp_path: Path, name: str
+) -> None:
+    def beside() -> Any:
+        other = DataLoader(Numbers(12), batch_size=2, **BESIDE[name]())
+        return own.Beside(Numbers(12), batch_size=2, shuffle=True, other=other)
+
+    moments = [*MOMENTS, ("on_train_epoch_end", 1, 0)]
+    whole = ids(assert_goes_on_from_every_moment(tmp_path, beside, moments, train_alone, max_epochs=3))
+    firsts = [[index // 100 for batch in whole[first : first + 6] for index in batch] for first in (0, 6, 12)]
+    assert [sorted(first) for first in firsts] == [list(range(12))] * 3
+    assert firsts[0] != firsts[1] != firsts[2]
+
+
+@pytest.mark.parametrize(("patch", "name"), [(lambda loader: loader, "others.0.sampler"), (patch_dataloader, "others")])
+def test_one_that_counts_its_passes_and_is_read_beside_is_refused_behind_the_first_epoch(patch: Any, name: str) -> None:
+    def beside(**options: Any) -> Any:
+        other = patch(DataLoader(Numbers(13), batch_size=2, sampler=Turns()))
+        return build_patched(own.Beside(Numbers(13), batch_size=2, shuffle=True, other=other), **options)
+
+    state = states_of(beside(), 2)
+    beside().load_state_dict(state[0, 2])
+    for moment in ((1, 0), (1, 2)):
+        with pytest.raises(StateMismatchError, match=rf"saved '{name} as earlier epochs have left it"):
+            beside().load_state_dict(state[moment])
+        with pytest.warns(StatefulWarning, match=rf"changed {name} in earlier epochs.*may not be exact"):
+            beside(accept=("iteration",)).load_state_dict(state[moment])
+
+
+def test_one_that_keeps_iterators_of_several_loaders_is_warned_of_in_the_run_and_on_a_resume(tmp_path: Path) -> None:
+    def keeps_both() -> Any:
+        return own.KeepsBoth(*(DataLoader(Numbers(num), batch_size=2, shuffle=True) for num in (10, 8)))
+
+    said = r"KeepsBoth that reads torch's loaders by itself \(loaders.0, loaders.1\).*not from any later epoch"
+    with pytest.warns(StatefulWarning, match=said):
+        run: Any = train_alone(keeps_both, max_epochs=1)
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    with pytest.warns(StatefulWarning, match=said):
+        train_alone(keeps_both, max_epochs=2, ckpt_path=tmp_path / "end.ckpt")
 
 
 def test_an_object_that_holds_a_loader_is_shown_with_its_attributes() -> None:

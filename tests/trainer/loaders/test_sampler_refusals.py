@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
@@ -15,6 +16,7 @@ from support.ledger import LedgerModel, batches, ids_of, trained
 from support.runs import stopped, train
 from support.sampler_cases import PlainData, cuts_loader, train_with
 from support.samplers import BATCHES, LENGTH, LOADERS, loader
+from torch.utils.data import Sampler
 
 from lightning_stateful import StatefulDataCallback, is_patched, patch_dataloader
 from lightning_stateful.errors import (
@@ -45,6 +47,54 @@ def test_what_cannot_be_repeated_is_accepted_on_request_with_a_warning_at_each_r
         with pytest.warns(StatefulWarning, match="ByTheClock differs from run to run"):
             run = train_with(by_the_clock, settings=settings, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
         assert len(trained(run.ledger)) == LENGTH - 4
+
+
+class InOrderFirst(Sampler[int]):
+    """Yields its samples in order in its first pass; later ones are drawn without a seed."""
+
+    first = True
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        is_first, self.first = self.first, False
+        return iter(range(LENGTH) if is_first else np.random.default_rng().permutation(LENGTH).tolist())
+
+
+class DrawsLater(InOrderFirst):
+    """Makes its generator behind the last sample of the first pass, and keeps it."""
+
+    rng: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(LENGTH) if self.rng is None else self.rng.permutation(LENGTH).tolist()
+        self.rng = self.rng or np.random.default_rng()
+
+
+class ByEpoch(InOrderFirst):
+    """Goes by the epoch that it is told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch == 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH) if self.first else np.random.default_rng().permutation(LENGTH).tolist())
+
+
+@pytest.mark.parametrize("kind", [InOrderFirst, DrawsLater, ByEpoch])
+def test_a_sampler_whose_later_passes_cannot_be_repeated_is_warned_of_in_the_run_and_on_each_resume(
+    tmp_path: Path, kind: Any
+) -> None:
+    def make() -> Any:
+        return loader(sampler=kind())
+
+    for hook in ("on_train_batch_end", "on_train_epoch_end"):
+        said = f"{kind.__name__} begins its epoch 1 otherwise on each of two equal copies.*epochs from 1 on cannot be"
+        with pytest.warns(StatefulWarning, match=said):
+            stopped(tmp_path / "stop.ckpt", make, hook, run=train_with, max_epochs=2)
+        with pytest.warns(StatefulWarning, match=said):
+            train_with(make, ckpt_path=tmp_path / "stop.ckpt", max_epochs=2)
 
 
 # Changed since

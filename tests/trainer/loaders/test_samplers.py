@@ -374,3 +374,21 @@ def test_several_loaders_are_reported_by_path(caplog: pytest.LogCaptureFixture) 
 def test_validation_before_training_takes_nothing_from_it() -> None:
     checked = train_with(LOADERS["own state"], num_sanity_val_steps=2, max_epochs=2)
     assert checked.ledger == train_with(LOADERS["own state"], max_epochs=2).ledger
+
+
+class ByIndex:
+    """A sampler with ``__getitem__`` alone, drawn anew when its first index is asked for."""
+
+    drawn: Any = ()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, place: int) -> int:
+        self.drawn = torch.randperm(LENGTH).tolist() if place == 0 else self.drawn
+        return int(self.drawn[place])
+
+
+def test_a_sampler_that_is_iterated_by_index_goes_on_exactly(tmp_path: Path) -> None:
+    moments = [("on_train_batch_end", 0, 1), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1)]
+    assert_goes_on_from_every_moment(tmp_path, lambda: loader(sampler=ByIndex(), batch_size=2), moments, train_with)

@@ -326,3 +326,33 @@ def test_a_generator_of_the_data_is_none_of_the_module(tmp_path: Path) -> None:
     ended(tmp_path / "x.ckpt", make, run=train_alone, model=model, max_steps=15)
     state = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["StatefulDataCallback"]
     assert "generators" not in str(state["results"])
+
+
+class DrawsInStep(LedgerModel):
+    """Draws in its steps from a generator that it is given."""
+
+    order: torch.Generator
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + torch.rand((), generator=self.order))
+
+
+@pytest.mark.filterwarnings("ignore:DrawsInStep.order is a random generator")
+@pytest.mark.parametrize("num_steps", [15, 11])
+def test_a_generator_that_module_and_data_both_draw_from_is_named_in_the_run_and_on_a_resume_within_an_epoch(
+    tmp_path: Path, num_steps: int
+) -> None:
+    def run(**options: Any) -> Any:
+        model: Any = seeded(DrawsInStep)
+        model.order = torch.Generator().manual_seed(4)
+        sampler = RandomSampler(range(22), generator=model.order)
+        return train_alone(lambda: DataLoader(Numbers(22), 2, sampler=sampler), model=model, **options)
+
+    whole = run(max_epochs=2)
+    with pytest.warns(StatefulWarning, match=r"DrawsInStep\.order is a random generator that training data draw from"):
+        ended(tmp_path / "x.ckpt", run=lambda _, **options: run(**options), max_steps=num_steps)
+    if num_steps == 11:
+        assert_same_end(run(max_epochs=2, ckpt_path=tmp_path / "x.ckpt"), whole)
+    else:
+        with pytest.warns(StatefulWarning, match=r"DrawsInStep\.order could not be put back"):
+            run(max_epochs=2, ckpt_path=tmp_path / "x.ckpt")

@@ -1,0 +1,152 @@
+"""DataLoaders that a user's loader reads beside its own, as labelled and unlabelled data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_stateful.core.seeding import derive_seed
+from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.samplers.attributes import attributes_of, named_outside, reached
+from lightning_stateful.samplers.generator_states import identity_of, state_for
+from lightning_stateful.samplers.rng import state_of_generator
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, generators_outside
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+# Attributes that hold no other loader's, and may hold very much.
+_OWN = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator", "_iterator"})
+_LOADERS = (DataLoader, _BaseDataLoaderIter)
+
+
+class LoadersBeside:
+    """DataLoaders that a loader with an ``__iter__`` of its own, or an object that holds it, can read beside its own.
+
+    The generators from which they draw are seeded for each pass, as those of the loader's own sampler are. What their
+    samplers and iterable datasets remember from pass to pass a new loader has not.
+
+    Args:
+        holders: What is iterated, and the loader in it, before the first pass.
+    """
+
+    def __init__(self, holders: tuple[Any, ...]) -> None:
+        found = loaders_in(*holders).values()
+        self._remembering = {id(loader.sampler) for loader in found if _remembers(loader)}
+        self._is_seeded = False
+        # On several processes one may have been seeded for each of them.
+        is_alone = detect_topology(None, None).num_replicas == 1
+        generators = [one for loader in found for one in _generators_of(loader).values()]
+        self._began_with = {identity_of(one): "" if is_alone else state_of_generator(one) for one in generators}
+
+    def seed(self, holders: tuple[Any, ...], seed: int) -> None:
+        """Seed their generators for a pass, before anything is read."""
+        self._is_seeded = True
+        seeded: set[int | None] = set()
+        for name, loader in loaders_in(*holders).items():
+            for path, generator in _generators_of(loader).items():
+                identity = identity_of(generator)
+                if identity and identity not in seeded:
+                    seeded.add(identity)
+                    began_with = self._began_with.get(identity, "")
+                    state_for(generator, derive_seed("beside", name, path, began_with)).seed(seed)
+
+    def digests(self, holders: tuple[Any, ...], epoch: int) -> dict[str, str]:
+        """Digests of what they remember from pass to pass, by name."""
+        found = {}
+        for name, loader in loaders_in(*holders).items():
+            if isinstance(loader.dataset, IterableDataset):
+                found[f"{name}.dataset"] = digest_of_contents(loader.dataset, epoch=epoch)
+            elif id(loader.sampler) in self._remembering:
+                batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+                found[f"{name}.sampler"] = digest_of_contents(batches, loader.dataset, epoch=epoch)
+            if not self._is_seeded and (generators := _generators_of(loader)):
+                found[f"{name}.generator"] = " ".join(map(state_of_generator, generators.values()))
+        return found
+
+
+def loaders_in(*holders: Any) -> dict[str, DataLoader[Any]]:
+    """The DataLoaders that objects hold, or that their code names elsewhere, by name; the objects are none of them.
+
+    They are looked for in containers and in objects that can be iterated.
+    """
+    return {name: value for name, value in _held_by(*holders).items() if isinstance(value, DataLoader)}
+
+
+def warn_of_held_loaders(iterable: Any, where: str) -> None:
+    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
+
+    Warns:
+        StatefulWarning: With the attributes and the remedy.
+    """
+    held = _held_by(iterable)
+    is_iterable = [isinstance(getattr(one, "dataset", None), IterableDataset) for one in held.values()]
+    if not all(is_iterable) and not hasattr(type(iterable), "state_dict"):
+        warnings.warn(
+            f"{where} is a {type(iterable).__qualname__} that reads torch's loaders by itself ({', '.join(held)}). A "
+            "resume iterates it again from the beginning of the epoch up to where the model stood. That is exact only "
+            "if its batches come in the same order again: not where they are shuffled within the epoch, and not from "
+            "any later epoch where it keeps an iterator over epochs. Pass the DataLoader itself, with "
+            f"prefetch_factor=, or let {type(iterable).__qualname__} hold one DataLoader, no iterator of it, and have "
+            "no __next__, but an __iter__ that calls iter() on the DataLoader and yields.",
+            StatefulWarning,
+            stacklevel=4,
+        )
+
+
+def _held_by(*holders: Any) -> dict[str, Any]:
+    """The DataLoaders that objects hold or name, and iterators of torch's over such, by name."""
+    roots: dict[str, Any] = {}
+    for holder in holders:
+        is_loader = isinstance(holder, DataLoader)
+        held = {name: value for name, value in attributes_of(holder).items() if not (is_loader and name in _OWN)}
+        roots = {**named_outside(holder), **held, **roots}
+    found: dict[int, tuple[str, Any]] = {}
+    for place in reached(roots, _may_hold_loaders):
+        if isinstance(place.value, _LOADERS) and not any(place.value is holder for holder in holders):
+            found.setdefault(id(place.value), (".".join(place.path), place.value))
+    return dict(found.values())
+
+
+def _may_hold_loaders(value: Any) -> bool:
+    if isinstance(value, _LOADERS):
+        return False
+    is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    return isinstance(value, (list, tuple, dict)) or (hasattr(type(value), "__iter__") and not is_data)
+
+
+def _remembers(loader: DataLoader[Any]) -> bool:
+    """Whether what a loader's sampler yields depends on its earlier passes, or may."""
+    if isinstance(loader, TrackedLoader) or isinstance(loader.dataset, IterableDataset):
+        # What these hold is compared as it is.
+        return False
+    cuts = type(loader.batch_sampler) is BatchSampler
+    sampler = loader.sampler if loader.batch_sampler is None or cuts else loader.batch_sampler
+    how: dict[str, Any] = {"dataset": loader.dataset, "is_dealt_out": False, "is_cut_by_torch": cuts}
+    try:
+        return WrappedSampler(sampler, **how, batch_size=1 if sampler is loader.sampler else None).remembers
+    except (ConfigurationError, UnsupportedLoaderError):
+        return True
+
+
+def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The generators from which a loader draws, by the names that lead there."""
+    return dict(_each_generator_of(loader))
+
+
+def _each_generator_of(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    parts: Mapping[str, Any] = {name: getattr(loader, name, None) for name in ("generator", "dataset", "collate_fn")}
+    for place in reached(parts):
+        if identity_of(place.value):
+            yield ".".join(place.path), place.value
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        for path, generator in SamplerParts(sampler, loader.dataset).generators.items():
+            if identity_of(generator):
+                yield ".".join(map(str, (name, *path))), generator
+        for path, state in generators_outside(sampler, loader.dataset):
+            yield ".".join(map(str, (name, *path))), state.generator
