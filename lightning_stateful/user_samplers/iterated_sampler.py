@@ -25,6 +25,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
 )
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 _next: Callable[[Iterator[Any]], Any] = next
 
@@ -391,7 +392,7 @@ def _is_told_another(holder: Any, before: dict[str, Any], now: dict[str, Any], e
         # A copy would tell what it shares.
         return False
     found = []
-    with suppress(Exception), keep_randomness():
+    with suppress(Exception), keep_randomness(), SharedObjects(holder):
         tried = SamplerCopy(holder).sampler
         for epoch in (0, 0, 1, *epochs) if tried is not holder else ():
             tried.set_epoch(epoch)

@@ -30,6 +30,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     tell,
     told,
 )
+from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
 # Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
 # and the most of an epoch that is looked at.
@@ -53,6 +54,13 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         ConfigurationError: It yields more or fewer items than its ``len``.
         UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
+    with SharedObjects(order.sampler, order.dataset) as objects:
+        return _facts_of(order, choose, objects)
+
+
+def _facts_of(
+    order: UserSampler, choose: Callable[[Any], list[Setting]] | None, objects: SharedObjects
+) -> SamplerFacts:
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
@@ -72,7 +80,9 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     fresh = partial(fresh_copy, order, choose, asked)
-    _refuse_changes_of_data(order, facts, shared, fresh)
+    if _fills_cache(order, facts, shared, fresh):
+        objects.keep()
+        shared = surroundings_of(order.sampler, order.dataset)
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
@@ -83,6 +93,10 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         if order.has_set_epoch and facts.seconds <= _QUICK:
             depends, facts.adds_up = _depends_on_told(fresh)
             facts.remembers = facts.remembers or depends
+            facts.hands_epoch_on = _hands_epoch_on(order, fresh)
+            objects.put_back()
+            if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
+                raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
         if facts.remembers:
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
@@ -98,21 +112,17 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     return facts
 
 
-def _refuse_changes_of_data(
+def _fills_cache(
     order: UserSampler, facts: SamplerFacts, before: dict[str, str], fresh: Callable[[], IteratedSampler]
-) -> None:
-    """Refuse a sampler whose trial has changed what its copies share with it, unless that is shown to be a cache."""
-    now = surroundings_of(order.sampler, order.dataset)
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+) -> bool:
+    """Whether a trial has changed what copies share with a sampler; refused unless that is shown to be a cache."""
+    names = changed_names(order.sampler, order.dataset, before)
     if not names:
-        return
+        return False
+    now = surroundings_of(order.sampler, order.dataset)
     if why := facts.error or _reason_against_cache(order, facts, now, fresh):
-        raise UnsupportedLoaderError(
-            f"{order.name} changes {', '.join(f'`{name}`' for name in names[:4])} while it is iterated, and {why}. It "
-            "is tried before training, on a copy that shares this with it, so that training would begin with what the "
-            "trial has left. Let the sampler keep what it changes in attributes of its own, or set it before training. "
-            "(A cache is let through: one that a second pass leaves as it is, and with which the same comes.)"
-        )
+        raise UnsupportedLoaderError(order.name + said_of_changes(names, why))
+    return True
 
 
 def _reason_against_cache(
@@ -159,8 +169,8 @@ def yields_otherwise(order: UserSampler) -> bool:
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.error or facts.seconds > _QUICK:
         return False
-    tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
-    with suppress(Exception):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+        tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
         _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
 
@@ -174,7 +184,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     facts = order.facts
     if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > _QUICK:
         return sequence
-    with suppress(Exception):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = _tried_now(order, order.sampler)
         items = tried.begin(0, 0)
         with tried.entered():
@@ -192,7 +202,8 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
     tried, now = _tried_now(order, sampler), SamplerFacts(says=order.facts.says)
-    _Followed(order, tried, tried.begin(0, 0), now)
+    with SharedObjects(order.sampler, order.dataset):
+        _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
 
 
@@ -411,6 +422,16 @@ def _depends_on_told(fresh: Callable[[], IteratedSampler]) -> tuple[bool, bool]:
         if once != untold and _beginning_when_told(fresh(), 0) == untold:
             return True, _beginning_when_told(fresh(), 2) != once
     return False, False
+
+
+def _hands_epoch_on(order: UserSampler, fresh: Callable[[], IteratedSampler]) -> bool:
+    """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
+    held = []
+    with suppress(Exception):
+        for epoch in range(2):
+            _beginning(fresh(), epoch)
+            held.append(surroundings_of(order.sampler, order.dataset))
+    return held[:1] != held[1:]
 
 
 def _beginning_when_told(tried: IteratedSampler, times: int) -> list[str]:

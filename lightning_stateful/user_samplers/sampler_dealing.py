@@ -24,6 +24,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 
 def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
@@ -115,7 +116,7 @@ def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
         return None
     if held not in (None, (num_replicas, rank)):
         return None
-    with suppress(Exception):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         told_of = [
             [
                 _items(order, partial(settings_of, num_replicas=num_replicas, rank=r), num_replicas, r, epoch)

@@ -26,6 +26,7 @@ class SamplerFacts:
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
         adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
+        hands_epoch_on: Whether it tells its dataset, or what else copies share with it, the epochs that it is told.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
@@ -45,6 +46,7 @@ class SamplerFacts:
     asks: bool = False
     remembers: bool = False
     adds_up: bool = False
+    hands_epoch_on: bool = False
     is_harmless: bool = False
     unseen: list[str] = field(default_factory=list)
     contents: str = ""

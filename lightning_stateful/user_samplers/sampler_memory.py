@@ -26,6 +26,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 # The cycle of passes that something else than training begins within an epoch.
 ASIDE = 2**16
@@ -260,7 +261,7 @@ class SamplerMemory:
         if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
             return False
         asked = AskedRanks(1) if order.dealing.answers else None
-        with suppress(Exception):
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset):
             if self._in_step is None or self._in_step[1] != passes[: len(self._in_step[1])]:
                 self._in_step = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
             copied, gone = self._in_step
@@ -307,6 +308,10 @@ class SamplerMemory:
         if self._latest is not None and not (self._ended_with or self._left_with) and epoch != self._latest.label[0]:
             self._left_with = digest_of_contents(sampler, dataset, epoch=self._latest.label[0])
         self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
+
+    def note_put_back(self, sampler: Any, dataset: Any) -> None:
+        """Take what the sampler's dataset holds again, behind a question, as told by nobody else."""
+        self._told.note_iterated(SamplerParts(sampler, dataset).samplers)
 
     def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
