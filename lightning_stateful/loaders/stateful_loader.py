@@ -229,6 +229,11 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return self.description.is_plain or self.description.is_planned
 
     @property
+    def may_change_length(self) -> bool:
+        """See :class:`TrackedLoader`."""
+        return isinstance(self.order, WrappedSampler)
+
+    @property
     def resume_note(self) -> str:
         """Sentences on how a wrapped sampler, and an ``__iter__`` of the user's, are resumed; empty for others."""
         notes = [self.order.resume_note] if isinstance(self.order, WrappedSampler) else []
