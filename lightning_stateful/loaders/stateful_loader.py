@@ -21,11 +21,12 @@ from lightning_stateful.loaders.description import (
     LoaderSettings,
     changed_since,
     describe_loader,
+    users_own,
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
-from lightning_stateful.loaders.served_indices import ServedIndices
+from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
@@ -183,7 +184,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
         self._watch = Watch() if is_own and not settings.exact else None
         self._passes = OwnPasses(order, partial(_num_replicas, self), self._watch) if is_own else None
-        self._track(order, dict.fromkeys([*description.accept, *settings.accept]))
+        self._track(order, dict.fromkeys([*description.accept, *settings.accept]), original)
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         if isinstance(loader, StatefulLoader):
@@ -193,7 +194,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
         self._original: DataLoader[Any] = copied(original)
 
-    def _track(self, order: BatchOrder, accept: Iterable[str]) -> None:
+    def _track(self, order: BatchOrder, accept: Iterable[str], original: DataLoader[Any]) -> None:
         """Make the tracker of an order, and the samplers that yield the indices which it hands over."""
         description, config = self.description, self.description.config(order, self.dataset)
         kind = Tracker if self._watch is None else OwnTracker
@@ -211,10 +212,13 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
         size, drop_last = description.batch_size, description.drop_last
-        indices = ServedIndices(self.tracker, flat=description.has_whole_batches or size is not None)
-        batches: Any = None if size is None else BatchSampler(indices, size, drop_last)
-        if description.has_whole_batches:
-            batches = ServedIndices(self.tracker)
+        whole, samplers = description.has_whole_batches, (original.sampler, original.batch_sampler)
+        indices, served = [
+            ServedIndices(self.tracker, users_own(sampler), flat=flat, is_iterated=isinstance(order, WrappedSampler))
+            for sampler, flat in zip(samplers, (whole or size is not None, False), strict=True)
+        ]
+        batches: Any = served if whole else None if size is None else BatchSampler(indices, size, drop_last)
+        self._cuts = CutArguments(batches)
         # torch guards these against changes.
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
 
@@ -327,6 +331,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             return iter(())
         if self._told is not None:
             self._told.warn([self.dataset])
+        self._cuts.compare()
         if isinstance(self.order, WrappedSampler):
             self.order.hand_epoch_on(plan.epoch)
         options = options_of(self)
