@@ -28,8 +28,8 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     Setting,
     tell,
-    told,
 )
+from lightning_stateful.user_samplers.sampler_trial import copy_as_now, fresh_copy
 from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
 # Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
@@ -68,7 +68,7 @@ def _facts_of(
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
     shared = surroundings_of(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
-    tried = _iterated(order, copied.sampler, choose, asked)
+    tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
@@ -91,8 +91,8 @@ def _facts_of(
         facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not (facts.is_harmless and _ends_alike(tried, fresh(), order, facts))
         if order.has_set_epoch and facts.seconds <= _QUICK:
-            depends, facts.adds_up = _depends_on_told(fresh)
-            facts.remembers = facts.remembers or depends
+            facts.remembers_told, facts.adds_up = _depends_on_told(fresh)
+            facts.remembers = facts.remembers or facts.remembers_told
             facts.hands_epoch_on = _hands_epoch_on(order, fresh)
             objects.put_back()
             if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
@@ -170,7 +170,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     if facts.error or facts.seconds > _QUICK:
         return False
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
-        tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
+        tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
         _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
 
@@ -185,7 +185,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > _QUICK:
         return sequence
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
-        tried = _tried_now(order, order.sampler)
+        tried = copy_as_now(order, order.sampler)
         items = tried.begin(0, 0)
         with tried.entered():
             begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
@@ -201,17 +201,10 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
 
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
-    tried, now = _tried_now(order, sampler), SamplerFacts(says=order.facts.says)
+    tried, now = copy_as_now(order, sampler), SamplerFacts(says=order.facts.says)
     with SharedObjects(order.sampler, order.dataset):
         _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
-
-
-def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:
-    """A copy of a sampler, told of ranks as the sampler is."""
-    with told(order.dealing.settings):
-        copied = SamplerCopy(sampler, order.dataset)
-    return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
@@ -222,16 +215,6 @@ def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     with suppress(Exception):
         return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
     return False
-
-
-def _iterated(order: UserSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
-    settings = [] if choose is None else choose(sampler)
-    return order.iterating(sampler, settings, asked)
-
-
-def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
-    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for."""
-    return _iterated(order, SamplerCopy(order.sampler, order.dataset).sampler, choose, asked)
 
 
 class _Followed:
@@ -416,11 +399,16 @@ def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampl
 
 
 def _depends_on_told(fresh: Callable[[], IteratedSampler]) -> tuple[bool, bool]:
-    """Whether the second epoch begins otherwise on a copy that was told of the first, and by how often it was told."""
+    """Whether an epoch begins otherwise on a copy that was told of those before, and by how often it was told.
+
+    The second may not show it: a ``set_epoch`` that compares the epoch with the latest may do nothing at the first.
+    """
     with suppress(Exception):
-        untold, once = _beginning_when_told(fresh(), 0), _beginning_when_told(fresh(), 1)
-        if once != untold and _beginning_when_told(fresh(), 0) == untold:
-            return True, _beginning_when_told(fresh(), 2) != once
+        for epoch in (1, 2):
+            begins = partial(_beginning_when_told, fresh, epoch)
+            untold, once = begins(0), begins(1)
+            if once != untold and begins(0) == untold:
+                return True, begins(2) != once
     return False, False
 
 
@@ -434,11 +422,13 @@ def _hands_epoch_on(order: UserSampler, fresh: Callable[[], IteratedSampler]) ->
     return held[:1] != held[1:]
 
 
-def _beginning_when_told(tried: IteratedSampler, times: int) -> list[str]:
-    """The beginning of the second epoch on a copy that was told of the first epoch so many times."""
-    for _ in range(times):
-        tried.tell(0)
-    return _beginning(tried, 1)
+def _beginning_when_told(fresh: Callable[[], IteratedSampler], epoch: int, times: int) -> list[str]:
+    """The beginning of an epoch on a copy that was told of each epoch before so many times."""
+    tried = fresh()
+    for before in range(epoch):
+        for _ in range(times):
+            tried.tell(before)
+    return _beginning(tried, epoch)
 
 
 def _begins_apart(fresh: Callable[[], IteratedSampler]) -> bool:

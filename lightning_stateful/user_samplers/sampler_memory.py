@@ -309,10 +309,6 @@ class SamplerMemory:
             self._left_with = digest_of_contents(sampler, dataset, epoch=self._latest.label[0])
         self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
 
-    def note_put_back(self, sampler: Any, dataset: Any) -> None:
-        """Take what the sampler's dataset holds again, behind a question, as told by nobody else."""
-        self._told.note_iterated(SamplerParts(sampler, dataset).samplers)
-
     def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)

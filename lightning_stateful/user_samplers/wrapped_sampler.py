@@ -38,7 +38,7 @@ from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memor
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
+from lightning_stateful.user_samplers.sampler_trial import length_when_told
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {
@@ -419,15 +419,12 @@ class WrappedSampler:
     def num_items_in(self, epoch: int) -> int | None:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""
         told_epoch = 0 if self.repeats_first_epoch else epoch
-        if self.length == "len" and vars(self).get("_told_epoch", 0) != told_epoch and self.has_set_epoch:
-            if self.facts.hands_epoch_on:
-                # The dataset is told when the epoch begins.
-                with SharedObjects(self.sampler, self.dataset):
-                    self._tell(told_epoch)
-                    num_items = self.num_items
-                self.memory.note_put_back(self.sampler, self.dataset)
-                return num_items
-            self._tell(told_epoch)
+        if self.length == "len" and self.has_set_epoch:
+            if self.facts.remembers_told or self.facts.hands_epoch_on:
+                # It is told when the epoch begins.
+                return length_when_told(self, told_epoch)
+            if vars(self).get("_told_epoch", 0) != told_epoch:
+                self._tell(told_epoch)
         vars(self)["_told_epoch"] = told_epoch
         return self.num_items
 
