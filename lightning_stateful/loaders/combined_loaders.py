@@ -295,9 +295,17 @@ class CombinedLoaders:
 
     def length(self, path: str, epoch: int) -> int:
         """Steps of a whole epoch of one loader; an order may have epochs of different lengths."""
-        if path not in self._lengths or self._lengths[path][0] != epoch:
-            self._lengths[path] = epoch, self.loaders[path].plan(epoch).num_steps
-        return self._lengths[path][1]
+        known, length = self._lengths.get(path, (-1, 0))
+        if known != epoch:
+            length = self.loaders[path].plan(epoch).num_steps
+            if not self.loaders[path].may_change_length:
+                self._lengths[path] = epoch, length
+        return length
+
+    def begin_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
+        """Find the plan as :meth:`plan_at`, to read it: the epoch keeps the length that it has now."""
+        self._lengths[path] = epoch, self.length(path, epoch)
+        return self.plan_at(path, epoch, step)
 
     def _steps_left(self, path: str, plan: EpochPlan) -> int:
         """Steps from the beginning of a plan until the loader has been seen once in the epoch.

@@ -178,6 +178,14 @@ def describe_loader(
     return found if shuffle else found.adapted(dataset, shuffle=False, is_dealt_out=is_dealt_out)
 
 
+def users_own(sampler: Any) -> Any:
+    """The user's own object behind a sampler or batch sampler; None behind one of this package's, and of none."""
+    sampler = without_lightnings(sampler)
+    if isinstance(sampler, DDPSamplerWrapper):
+        return sampler.sampler
+    return None if package_of(type(sampler)) == "lightning_stateful" else sampler
+
+
 def only_cuts(batch_sampler: object) -> bool:
     """Whether a batch sampler only cuts the samples of its sampler into batches, as torch's own does."""
     return _is(batch_sampler, BatchSampler)

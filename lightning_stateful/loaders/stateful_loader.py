@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import partial
-from itertools import chain
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_stateful.core.checks import as_int
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.skip import Skip
@@ -22,10 +21,12 @@ from lightning_stateful.loaders.description import (
     LoaderSettings,
     changed_since,
     describe_loader,
+    users_own,
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
 from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
+from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
@@ -177,12 +178,13 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if isinstance(order, WrappedSampler):
             ranks = detect_topology(description.num_replicas, description.rank)
             order.meet(ranks.num_replicas, ranks.rank)
+            self._told = None if order.facts.hands_epoch_on else self._told
         original = loader._original if isinstance(loader, StatefulLoader) else loader
         self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder
         is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
         self._watch = Watch() if is_own and not settings.exact else None
         self._passes = OwnPasses(order, partial(_num_replicas, self), self._watch) if is_own else None
-        self._track(order, dict.fromkeys([*description.accept, *settings.accept]))
+        self._track(order, dict.fromkeys([*description.accept, *settings.accept]), original)
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
         if isinstance(loader, StatefulLoader):
@@ -192,7 +194,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
         self._original: DataLoader[Any] = copied(original)
 
-    def _track(self, order: BatchOrder, accept: Iterable[str]) -> None:
+    def _track(self, order: BatchOrder, accept: Iterable[str], original: DataLoader[Any]) -> None:
         """Make the tracker of an order, and the samplers that yield the indices which it hands over."""
         description, config = self.description, self.description.config(order, self.dataset)
         kind = Tracker if self._watch is None else OwnTracker
@@ -210,10 +212,13 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
         size, drop_last = description.batch_size, description.drop_last
-        indices = _ServedIndices(self.tracker, flat=description.has_whole_batches or size is not None)
-        batches: Any = None if size is None else BatchSampler(indices, size, drop_last)
-        if description.has_whole_batches:
-            batches = _ServedIndices(self.tracker)
+        whole, samplers = description.has_whole_batches, (original.sampler, original.batch_sampler)
+        indices, served = [
+            ServedIndices(self.tracker, users_own(sampler), flat=flat, is_iterated=isinstance(order, WrappedSampler))
+            for sampler, flat in zip(samplers, (whole or size is not None, False), strict=True)
+        ]
+        batches: Any = served if whole else None if size is None else BatchSampler(indices, size, drop_last)
+        self._cuts = CutArguments(batches)
         # torch guards these against changes.
         vars(self).update(batch_size=size, drop_last=drop_last, sampler=indices, batch_sampler=batches)
 
@@ -226,6 +231,11 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def is_computed(self) -> bool:
         """See :class:`TrackedLoader`."""
         return self.description.is_plain or self.description.is_planned
+
+    @property
+    def may_change_length(self) -> bool:
+        """See :class:`TrackedLoader`."""
+        return isinstance(self.order, WrappedSampler)
 
     @property
     def resume_note(self) -> str:
@@ -321,6 +331,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             return iter(())
         if self._told is not None:
             self._told.warn([self.dataset])
+        self._cuts.compare()
+        if isinstance(self.order, WrappedSampler):
+            self.order.hand_epoch_on(plan.epoch)
         options = options_of(self)
         reader = self._reader_with(options)
         rank = self.topology.rank
@@ -467,33 +480,3 @@ class _LoaderIterator:
         if isinstance(batch, FailedBatch):
             raise batch.error
         return batch
-
-
-class _ServedIndices(DistributedSampler[Any]):
-    """The loader's ``sampler`` or ``batch_sampler``: what this rank is served in the current pass, from its beginning.
-
-    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch
-    that they set here only counts their ``iter()`` calls, and is ignored.
-
-    Args:
-        tracker: The loader's.
-        flat: Whether to yield the indices of batches one by one.
-    """
-
-    def __init__(self, tracker: Tracker, *, flat: bool = False) -> None:
-        self._tracker, self._flat = tracker, flat
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = (batch for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank))
-        return chain.from_iterable(batches) if self._flat else batches
-
-    def __len__(self) -> int:
-        plan = self._tracker.plan_epoch(self._tracker.latest_epoch)
-        if not self._flat:
-            return known_steps(plan)
-        if not isinstance(plan, SampleCountingPlan):
-            raise TypeError("The samples of whole batches are counted only when they are served.")
-        return plan.num_samples(self._tracker.topology.rank)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""

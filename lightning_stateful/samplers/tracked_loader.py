@@ -51,6 +51,11 @@ class TrackedLoader(Tracked):
         return False
 
     @property
+    def may_change_length(self) -> bool:
+        """Whether the length of an epoch may still change before it begins, as that of a user's sampler."""
+        return False
+
+    @property
     def indices(self) -> Any:
         """The indices of the batch that was given last, where they are kept; None for one that has none."""
         return None

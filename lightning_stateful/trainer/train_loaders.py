@@ -430,7 +430,7 @@ class TrainLoaders:
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
-        plan, step = self.combined.plan_at(path, epoch, step)
+        plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
     def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:

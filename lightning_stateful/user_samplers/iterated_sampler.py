@@ -25,6 +25,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
 )
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 _next: Callable[[Iterator[Any]], Any] = next
 
@@ -391,17 +392,21 @@ def _is_told_another(holder: Any, before: dict[str, Any], now: dict[str, Any], e
         # A copy would tell what it shares.
         return False
     found = []
-    with suppress(Exception), keep_randomness():
-        tried = SamplerCopy(holder).sampler
+    with suppress(Exception), keep_randomness(), SharedObjects(holder):
+        tried, other = SamplerCopy(holder).sampler, SamplerCopy(holder).sampler
         for epoch in (0, 0, 1, *epochs) if tried is not holder else ():
             tried.set_epoch(epoch)
             found.append(_held_by(tried))
-    if len(found) < 3 + len(epochs):
+        for epoch in (2, 1):
+            other.set_epoch(epoch)
+        found.insert(3, _held_by(other))
+    if len(found) < 4 + len(epochs):
         return False
-    # Drawn by set_epoch, or counted up.
-    others = {name for name in found[0] if found[0][name] != found[1].get(name)} if epochs else ()
+    # Drawn by set_epoch, counted up, or following from the epochs before.
+    others = {name for name in found[0] if found[0][name] != found[1].get(name)} if epochs else set()
+    others |= {name for name in found[2] if found[2][name] != found[3].get(name)}
     sets = [name for name in found[1] if found[1][name] != found[2].get(name) and name not in others]
-    return any(now.get(name) not in [of.get(name) for of in (before, *found[3:])] for name in sets)
+    return any(now.get(name) not in [of.get(name) for of in (before, *found[4:])] for name in sets)
 
 
 def _held_by(holder: Any) -> dict[str, Any]:

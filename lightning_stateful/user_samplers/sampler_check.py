@@ -28,8 +28,9 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     Setting,
     tell,
-    told,
 )
+from lightning_stateful.user_samplers.sampler_trial import copy_as_now, fresh_copy
+from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
 # Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
 # and the most of an epoch that is looked at.
@@ -53,6 +54,13 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         ConfigurationError: It yields more or fewer items than its ``len``.
         UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
+    with SharedObjects(order.sampler, order.dataset) as objects:
+        return _facts_of(order, choose, objects)
+
+
+def _facts_of(
+    order: UserSampler, choose: Callable[[Any], list[Setting]] | None, objects: SharedObjects
+) -> SamplerFacts:
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
@@ -60,7 +68,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
     shared = surroundings_of(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
-    tried = _iterated(order, copied.sampler, choose, asked)
+    tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
@@ -72,7 +80,9 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     fresh = partial(fresh_copy, order, choose, asked)
-    _refuse_changes_of_data(order, facts, shared, fresh)
+    if _fills_cache(order, facts, shared, fresh):
+        objects.keep()
+        shared = surroundings_of(order.sampler, order.dataset)
     if not facts.error:
         _refuse_wrong_length(order, facts)
         changed = {*left, contents()} != {before[-1]}
@@ -82,8 +92,12 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
         facts.remembers = changed and not (facts.is_harmless and _ends_alike(tried, fresh(), order, facts))
         if order.has_set_epoch and facts.seconds <= _QUICK:
-            depends, facts.adds_up = _depends_on_told(fresh)
-            facts.remembers = facts.remembers or depends
+            facts.remembers_told, facts.adds_up = _depends_on_told(fresh)
+            facts.remembers = facts.remembers or facts.remembers_told
+            facts.hands_epoch_on = _hands_epoch_on(order, fresh)
+            objects.put_back()
+            if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
+                raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
         if facts.remembers:
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
@@ -96,7 +110,10 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         if ended and facts.apart_in is None:
             # As the whole of the first epoch leaves it.
             facts.apart_in = _first_apart(ended[0], ended[1], range(1, 3))
-        _refuse_changes_of_data(order, facts, shared, fresh)
+        if facts.hands_epoch_on:
+            objects.put_back()
+        if _fills_cache(order, facts, shared, fresh):
+            objects.keep()
         if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
@@ -105,21 +122,17 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
     return facts
 
 
-def _refuse_changes_of_data(
+def _fills_cache(
     order: UserSampler, facts: SamplerFacts, before: dict[str, str], fresh: Callable[[], IteratedSampler]
-) -> None:
-    """Refuse a sampler whose trial has changed what its copies share with it, unless that is shown to be a cache."""
-    now = surroundings_of(order.sampler, order.dataset)
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+) -> bool:
+    """Whether a trial has changed what copies share with a sampler; refused unless that is shown to be a cache."""
+    names = changed_names(order.sampler, order.dataset, before)
     if not names:
-        return
+        return False
+    now = surroundings_of(order.sampler, order.dataset)
     if why := facts.error or _reason_against_cache(order, facts, now, fresh):
-        raise UnsupportedLoaderError(
-            f"{order.name} changes {', '.join(f'`{name}`' for name in names[:4])} while it is iterated, and {why}. It "
-            "is tried before training, on a copy that shares this with it, so that training would begin with what the "
-            "trial has left. Let the sampler keep what it changes in attributes of its own, or set it before training. "
-            "(A cache is let through: one that a second pass leaves as it is, and with which the same comes.)"
-        )
+        raise UnsupportedLoaderError(order.name + said_of_changes(names, why))
+    return True
 
 
 def _reason_against_cache(
@@ -166,8 +179,8 @@ def yields_otherwise(order: UserSampler) -> bool:
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.error or facts.seconds > _QUICK:
         return False
-    tried = _tried_now(order, order.sampler if facts.fresh is None else facts.fresh)
-    with suppress(Exception):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+        tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
         _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
 
@@ -181,8 +194,8 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     facts = order.facts
     if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > _QUICK:
         return sequence
-    with suppress(Exception):
-        tried = _tried_now(order, order.sampler)
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+        tried = copy_as_now(order, order.sampler)
         items = tried.begin(0, 0)
         with tried.entered():
             begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
@@ -198,16 +211,10 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
 
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
-    tried, now = _tried_now(order, sampler), SamplerFacts(says=order.facts.says)
-    _Followed(order, tried, tried.begin(0, 0), now)
+    tried, now = copy_as_now(order, sampler), SamplerFacts(says=order.facts.says)
+    with SharedObjects(order.sampler, order.dataset):
+        _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
-
-
-def _tried_now(order: UserSampler, sampler: Any) -> IteratedSampler:
-    """A copy of a sampler, told of ranks as the sampler is."""
-    with told(order.dealing.settings):
-        copied = SamplerCopy(sampler, order.dataset)
-    return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
 
 
 def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
@@ -218,24 +225,6 @@ def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     with suppress(Exception):
         return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
     return False
-
-
-def _iterated(order: UserSampler, sampler: Any, choose: Any, asked: AskedRanks | None) -> IteratedSampler:
-    settings = [] if choose is None else choose(sampler)
-    return order.iterating(sampler, settings, asked)
-
-
-def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None, sampler: Any = None) -> IteratedSampler:
-    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for.
-
-    Args:
-        order: The sampler.
-        choose: What to set on the copy.
-        asked: Answers for torch.distributed.
-        sampler: The copy is made of this copy of the sampler.
-    """
-    made = SamplerCopy(order.sampler if sampler is None else sampler, order.dataset)
-    return _iterated(order, made.sampler, choose, asked)
 
 
 class _Followed:
@@ -420,19 +409,36 @@ def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampl
 
 
 def _depends_on_told(fresh: Callable[[], IteratedSampler]) -> tuple[bool, bool]:
-    """Whether the second epoch begins otherwise on a copy that was told of the first, and by how often it was told."""
+    """Whether an epoch begins otherwise on a copy that was told of those before, and by how often it was told.
+
+    The second may not show it: a ``set_epoch`` that compares the epoch with the latest may do nothing at the first.
+    """
     with suppress(Exception):
-        untold, once = _beginning_when_told(fresh(), 0), _beginning_when_told(fresh(), 1)
-        if once != untold and _beginning_when_told(fresh(), 0) == untold:
-            return True, _beginning_when_told(fresh(), 2) != once
+        for epoch in (1, 2):
+            begins = partial(_beginning_when_told, fresh, epoch)
+            untold, once = begins(0), begins(1)
+            if once != untold and begins(0) == untold:
+                return True, begins(2) != once
     return False, False
 
 
-def _beginning_when_told(tried: IteratedSampler, times: int) -> list[str]:
-    """The beginning of the second epoch on a copy that was told of the first epoch so many times."""
-    for _ in range(times):
-        tried.tell(0)
-    return _beginning(tried, 1)
+def _hands_epoch_on(order: UserSampler, fresh: Callable[[], IteratedSampler]) -> bool:
+    """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
+    held = []
+    with suppress(Exception):
+        for epoch in range(2):
+            _beginning(fresh(), epoch)
+            held.append(surroundings_of(order.sampler, order.dataset))
+    return held[:1] != held[1:]
+
+
+def _beginning_when_told(fresh: Callable[[], IteratedSampler], epoch: int, times: int) -> list[str]:
+    """The beginning of an epoch on a copy that was told of each epoch before so many times."""
+    tried = fresh()
+    for before in range(epoch):
+        for _ in range(times):
+            tried.tell(before)
+    return _beginning(tried, epoch)
 
 
 def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[int]) -> int | None:

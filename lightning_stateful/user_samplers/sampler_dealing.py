@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_check import COMPARED, PATIENCE, check_sampler, fresh_copy
+from lightning_stateful.user_samplers.sampler_check import COMPARED, PATIENCE, check_sampler
 from lightning_stateful.user_samplers.sampler_facts import Dealing
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
@@ -24,6 +24,8 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
+from lightning_stateful.user_samplers.sampler_trial import fresh_copy
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 
 def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
@@ -115,7 +117,7 @@ def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
         return None
     if held not in (None, (num_replicas, rank)):
         return None
-    with suppress(Exception):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         told_of = [
             [
                 _items(order, partial(settings_of, num_replicas=num_replicas, rank=r), num_replicas, r, epoch)

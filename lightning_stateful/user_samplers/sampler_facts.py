@@ -25,7 +25,9 @@ class SamplerFacts:
         seconds: How long that took.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
+        remembers_told: Whether what it yields depends on the epochs that it was told before.
         adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
+        hands_epoch_on: Whether it tells its dataset, or what else copies share with it, the epochs that it is told.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
         unseen: Types of objects in its items of which nothing more is compared.
@@ -45,7 +47,9 @@ class SamplerFacts:
     seconds: float = 0.0
     asks: bool = False
     remembers: bool = False
+    remembers_told: bool = False
     adds_up: bool = False
+    hands_epoch_on: bool = False
     is_harmless: bool = False
     apart_in: int | None = None
     unseen: list[str] = field(default_factory=list)

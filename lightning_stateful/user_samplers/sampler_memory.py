@@ -26,6 +26,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 # The cycle of passes that something else than training begins within an epoch.
 ASIDE = 2**16
@@ -270,7 +271,7 @@ class SamplerMemory:
         if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
             return False
         asked = AskedRanks(1) if order.dealing.answers else None
-        with suppress(Exception):
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset):
             if self._in_step is None or self._in_step[1] != passes[: len(self._in_step[1])]:
                 self._in_step = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
             copied, gone = self._in_step

@@ -38,6 +38,7 @@ from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memor
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
+from lightning_stateful.user_samplers.sampler_trial import length_when_told
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {
@@ -420,12 +421,24 @@ class WrappedSampler:
     def num_items_in(self, epoch: int) -> int | None:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""
         told_epoch = 0 if self.repeats_first_epoch else epoch
-        if self.length == "len" and vars(self).get("_told_epoch", 0) != told_epoch and self.has_set_epoch:
-            # As when it is iterated.
-            with OwnRandomness(derive_seed("sampler", self.seed, told_epoch, 0)):
-                self.memory.tell_epoch(self.sampler, self.dataset, told_epoch)
+        if self.length == "len" and self.has_set_epoch:
+            if self.facts.remembers_told or self.facts.hands_epoch_on:
+                # It is told when the epoch begins.
+                return length_when_told(self, told_epoch)
+            if vars(self).get("_told_epoch", 0) != told_epoch:
+                self._tell(told_epoch)
         vars(self)["_told_epoch"] = told_epoch
         return self.num_items
+
+    def hand_epoch_on(self, epoch: int) -> None:
+        """Tell a sampler that tells its dataset, before workers get copies of that."""
+        if self.facts.hands_epoch_on:
+            self._tell(0 if self.repeats_first_epoch else epoch)
+
+    def _tell(self, epoch: int) -> None:
+        # As when it is iterated.
+        with OwnRandomness(derive_seed("sampler", self.seed, epoch, 0)):
+            self.memory.tell_epoch(self.sampler, self.dataset, epoch)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """The same: items are counted alike under any configuration."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,11 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.ddp_runs import Link, assert_chains, chain_of, steps_of
 from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
-from support.runs import assert_goes_on_from_every_moment, seeded, stopped, train_alone
-from torch.utils.data import DataLoader
+from support.runs import assert_goes_on_from_every_moment, quiet_trainer, seeded, stopped, train_alone
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, StatefulLoader
 from lightning_stateful.core import EpochPlan, Progress, SampleBatchOrder, ShuffledOrder
@@ -96,6 +99,57 @@ def test_the_log_says_each_length_that_is_another(caplog: pytest.LogCaptureFixtu
         train_alone(growing, max_epochs=3)
     said = [record.message for record in caplog.records if "as its len() says now" in record.message]
     assert [message.split(" of the")[0] for message in said] == ["Epoch 1 has 8 batches", "Epoch 2 has 3 batches"]
+
+
+class FirstOnes(Sampler[int]):
+    """As many samples as it is set to."""
+
+    length = 4
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class AllOf(FirstOnes):
+    """As many samples as a dataset has."""
+
+    def __init__(self, dataset: Numbers) -> None:
+        self.dataset = dataset
+
+    length = property(lambda self: len(self.dataset))  # type: ignore[assignment]  # the dataset's
+
+
+class Adds(pl.Callback):
+    """Sets the count at the end of each epoch; asks how long the next one is, and counts the steps of each."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.steps, self.asks = holder, Counter[int](), False
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps[trainer.current_epoch] += 1
+        assert not self.asks or len(trainer.train_dataloader)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.holder.length += 4
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs by something else")
+@pytest.mark.parametrize("asks", ["nothing", "a checkpoint", "len()"])
+@pytest.mark.parametrize("of_dataset", [False, True])
+def test_a_length_that_a_hook_sets_is_that_of_the_next_epoch_whatever_asks_before(
+    of_dataset: bool, asks: str, tmp_path: Path
+) -> None:
+    dataset = Numbers(4 if of_dataset else 16)
+    sampler = AllOf(dataset) if of_dataset else FirstOnes()
+    adds = Adds(dataset if of_dataset else sampler)
+    adds.asks = asks == "len()"
+    saves = [ModelCheckpoint(tmp_path, every_n_train_steps=1)] if asks == "a checkpoint" else []
+    trainer = quiet_trainer(StatefulDataCallback(), adds, *saves, max_epochs=3, enable_checkpointing=bool(saves))
+    trainer.fit(LedgerModel(), DataLoader(dataset, batch_size=4, sampler=sampler))
+    assert adds.steps == {0: 1, 1: 2, 2: 3}
 
 
 def test_an_epoch_without_a_validation_is_warned_of() -> None:
