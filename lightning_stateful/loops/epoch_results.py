@@ -22,6 +22,7 @@ from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.metric_states import MetricState, MetricStates, plain
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
 
@@ -39,9 +40,9 @@ class EpochResults:
     """Keeps what a training epoch has summed up so far, and what torchmetrics objects in the module hold at any time.
 
     State:
-        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, and states
-        of random generators of the module and of callbacks. Other ranks show theirs through the store of the process
-        group.
+        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
+        random generators of the module and of callbacks, and what EarlyStopping has counted. Other ranks show theirs
+        through the store of the process group.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class EpochResults:
             "metrics": {name: plain(name, *state) for name, state in sums.metrics.items()},
             "groups": self._metrics.groups(trainer),
             "generators": self.generators.state(trainer, progress),
+            "waits": waits_of(trainer),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
@@ -158,6 +160,7 @@ class EpochResults:
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
             warn_of_lost({place for part in known for place in part.get("generators", ())})
+        go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
         self._warn_of_partial(parts, trainer, is_moved)
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:

@@ -48,6 +48,7 @@ _OF_RANK = {
     "metrics": {str: {"states": object, "count": COUNT}},
     "groups?": {str: [[str]]},
     "generators?": {str: object},
+    "waits?": {str: [object]},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
