@@ -76,6 +76,7 @@ _PARTS = {
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "dataset_settings": {str: {str: (str, str, str)}},
+    "validation": {str: {str: object}},
 }
 # Counts of a progress that may be below 0: none, or a validation that is due.
 _MAY_BE_NONE = ("stepped", "train_reload_epoch", "val_reload_epoch")
