@@ -1,12 +1,14 @@
 """Averages of the running epoch: what ``self.log(..., on_epoch=True)`` has summed up, kept over a resume.
 
 Lightning saves none of it. A resumed epoch's average would cover the batches since the resume, and whatever monitors it
-(ReduceLROnPlateau, EarlyStopping, ModelCheckpoint) would decide otherwise.
+(ReduceLROnPlateau, EarlyStopping, ModelCheckpoint) would decide otherwise. With it go torchmetrics objects, also those
+that live longer than an epoch (``metric_states.py``).
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,10 +19,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.metric_states import MetricState, MetricStates, plain
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.user_samplers.rank_exchange import post, posted
 
 # Seconds for which rank 0 waits for what the others have summed up.
@@ -34,12 +37,12 @@ Parts = dict[str, dict[str, Any]]
 
 
 class EpochResults:
-    """Keeps what a training epoch has summed up so far: logged values, and torchmetrics objects in the module.
+    """Keeps what a training epoch has summed up so far, and what torchmetrics objects in the module hold at any time.
 
     State:
-        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, and states
-        of random generators of the module and of callbacks. Other ranks show theirs through the store of the process
-        group.
+        Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
+        random generators of the module and of callbacks, and what EarlyStopping has counted. Other ranks show theirs
+        through the store of the process group.
     """
 
     def __init__(self) -> None:
@@ -50,29 +53,42 @@ class EpochResults:
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What is still to be added to what is logged.
         self._pending: Parts = {}
-        self._metrics: dict[str, Any] | None = None
+        self._metrics = MetricStates()
+        # Updates of objects as the latest validation began, until a batch follows it; and by validations of a window.
+        self._before_validation: Counter[str] | None = None
+        self._by_validations: Counter[str] = Counter()
         self.generators = ModelGenerators()
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep."""
         epoch, batch = next_step(trainer)
         self._at_end = None
+        self._note_validated(trainer)
         if batch == 0:
             # They may have been replaced.
-            self._metrics = None
+            self._metrics = MetricStates()
         if batch % trainer.accumulate_grad_batches == 0:
             self._at_batch = (epoch, batch), self._now(trainer, _MOST_COPIED)
+            self._by_validations.clear()
 
     def note_validation(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a validation begins, which runs again where it is not over."""
+        self._note_validated(trainer)
         self._at_validation = next_step(trainer), self._now(trainer, _MOST_SAVED)
+        self._before_validation = self._metrics.updates(trainer)
+
+    def _note_validated(self, trainer: pl.Trainer) -> None:
+        if self._before_validation is not None:
+            self._by_validations.update(self._metrics.updates(trainer))
+            self._by_validations.subtract(self._before_validation)
+            self._before_validation = None
 
     def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
-        """The sums of all ranks in the running epoch, none between epochs, and the states of generators, as plain data.
+        """What all ranks have logged in the running epoch, and the states of objects and generators, as plain data.
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """
-        sums = self._sums_at(trainer, progress) if progress.running else _Sums({}, {})
+        sums = self._sums_at(trainer, progress)
         results: Any = trainer.fit_loop.epoch_loop._results
         logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
         if progress.running:
@@ -80,23 +96,44 @@ class EpochResults:
             logged = _joined([self._pending, logged])
         own: dict[str, Any] = {
             "logged": logged,
-            "metrics": {name: _plain(name, *state) for name, state in sums.metrics.items()},
-            "groups": {name: found for name, one in self._collections_in(trainer) if (found := _groups_of(one))},
+            "metrics": {name: plain(name, *state) for name, state in sums.metrics.items()},
+            "groups": self._metrics.groups(trainer),
             "generators": self.generators.state(trainer, progress),
+            "waits": waits_of(trainer),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
-        return {"ranks": _of_all_ranks(trainer, [progress.epoch, progress.batch], own)} if any(own.values()) else {}
+        # The same epoch and batch are reached in several hooks.
+        at = [progress.epoch, progress.batch, trainer.lightning_module._current_fx_name]
+        return {"ranks": _of_all_ranks(trainer, at, own)} if any(own.values()) else {}
 
     def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
-        at, sums = self._at_batch
-        if self._at_end is not None and self._at_end[0] == (progress.epoch, progress.batch):
-            _, sums = self._at_end
-        elif at != (progress.epoch, progress.batch) or progress.ended:
-            at, sums = self._at_validation
-            if not trainer.validating or at != next_step(trainer):
-                # Another callback may save as a validation begins, before it is noted.
-                sums = self._now(trainer, _MOST_SAVED)
-        return sums
+        at = progress.epoch, progress.batch
+        if progress.running and self._at_end is not None and self._at_end[0] == at:
+            return self._at_end[1]
+        if progress.running and self._at_batch[0] == at and not progress.ended:
+            return self._window_begun(trainer, progress)
+        # Another callback may save as a validation begins, before it is noted.
+        if trainer.validating and progress.validate and self._at_validation[0] == next_step(trainer):
+            return self._at_validation[1]
+        return self._now(trainer, _MOST_SAVED, running=progress.running)
+
+    def _window_begun(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
+        """The sums as the latest batch or window began, with what validations have added that are not run again."""
+        sums, is_over = self._at_batch[1], self._at_validation[0][1] <= progress.validated
+        now, by_validations = self._metrics.updates(trainer), Counter(self._by_validations)
+        if self._before_validation is not None and is_over:
+            by_validations.update(now)
+            by_validations.subtract(self._before_validation)
+        moved = {name for name, updates in by_validations.items() if updates}
+        if not moved:
+            return sums
+        present, begun = self._now(trainer, _MOST_SAVED).metrics, sums.metrics
+        for name in moved:
+            count = begun[name][1] if name in begun else 0
+            is_only_validated = now[name] - count == by_validations[name] and name in present
+            # What batches have added too comes again, and cannot be told from it.
+            begun = {**begun, name: present[name] if is_only_validated else (None, now[name])}
+        return _Sums(sums.logged, begun)
 
     def load(self, state: Any, trainer: pl.Trainer) -> None:
         """Take over what a state holds for this rank; on another number of ranks rank 0 gets the sums of all.
@@ -118,12 +155,12 @@ class EpochResults:
         if not is_moved:
             own = parts[trainer.global_rank] or {"logged": {}, "metrics": {}}
             self._pending = dict(own["logged"])
-            self._restore(own["metrics"], trainer)
-            self._group(own.get("groups", {}), trainer)
+            self._metrics.put_back(trainer, own["metrics"], own.get("groups", {}))
             self.generators.put_back(trainer, own.get("generators", {}))
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
             warn_of_lost({place for part in known for place in part.get("generators", ())})
+        go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
         self._warn_of_partial(parts, trainer, is_moved)
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:
@@ -135,28 +172,11 @@ class EpochResults:
         unlogged = lost - {one["metric_attribute"] for one in logged}
         if partial := sorted((names & monitors(trainer)) | unlogged):
             rank_zero_warn(
-                f"Of {', '.join(partial)} the checkpoint does not hold, for each of these ranks, what the epoch had "
-                "summed up: the value at its end covers the batches since the resume. If something monitors it, "
-                "monitor a value of the validation, or save at the end of an epoch.",
+                f"Of {', '.join(partial)} the checkpoint does not hold, for each of these ranks, what had been summed "
+                "up: the value covers the batches since the resume. If something monitors it, monitor a value of the "
+                "validation, or save at the end of an epoch.",
                 category=StatefulWarning,
             )
-
-    def _restore(self, metrics: Mapping[str, Any], trainer: pl.Trainer) -> None:
-        present = self._metrics_in(trainer)
-        for name, saved in metrics.items():
-            if name in present and saved["states"] is not None:
-                metric = present[name]
-                for state, value in from_plain(saved["states"]).items():
-                    setattr(metric, state, _moved(value, metric.device))
-                metric._update_count = saved["count"]
-
-    def _group(self, groups: Mapping[str, Any], trainer: pl.Trainer) -> None:
-        # A collection compares the states of its metrics once, after their first update, and shares equal ones for
-        # good: also those that are equal by chance.
-        for name, collection in self._collections_in(trainer):
-            if sorted(key for group in groups.get(name, ()) for key in group) == sorted(collection.keys(True)):
-                collection._groups = {number: [*group] for number, group in enumerate(groups[name])}
-                collection._groups_checked = True
 
     def add(self, trainer: pl.Trainer) -> None:
         """Add what was summed up before the resume, once a value has been logged since; a batch ends."""
@@ -187,60 +207,24 @@ class EpochResults:
             if part["count"] is not None:
                 metric.cumulated_batch_size = metric.cumulated_batch_size + part["count"]
 
-    def _now(self, trainer: pl.Trainer, most: int) -> _Sums:
-        metrics = self._metrics_in(trainer)
-        if not metrics and not trainer.fit_loop.epoch_loop._results:
-            return _Sums({}, {})
+    def _now(self, trainer: pl.Trainer, most: int, *, running: bool = True) -> _Sums:
         # Lightning puts new sums in the place of old ones, and does not change them.
         logged = {
             key: (one.value, getattr(one, "cumulated_batch_size", None)) if one.is_tensor else (None, None)
-            for key, one in self._logged(trainer).items()
+            for key, one in (self._logged(trainer) if running else {}).items()
         }
-        return _Sums(logged, {name: _copied(one, most) for name, one in metrics.items() if one.update_called})
+        return _Sums(logged, self._metrics.copied(trainer, most, running=running))
 
     def _logged(self, trainer: pl.Trainer) -> dict[str, Any]:
         results: Any = trainer.fit_loop.epoch_loop._results
         return {key: one for key, one in results.items() if one.meta.on_epoch and not one.has_reset}
-
-    def _metrics_in(self, trainer: pl.Trainer) -> dict[str, Any]:
-        if self._metrics is None:
-            modules = trainer.lightning_module.named_modules()
-            self._metrics = {name: module for name, module in modules if _is_metric(module)}
-        return self._metrics
-
-    def _collections_in(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
-        modules = trainer.lightning_module.named_modules() if self._metrics_in(trainer) else ()
-        return [(name, module) for name, module in modules if hasattr(type(module), "compute_groups")]
 
 
 class _Sums(NamedTuple):
     """Sums at a moment: of logged values with the number of samples; states of objects with their updates."""
 
     logged: dict[str, tuple[Any, Any]]
-    metrics: dict[str, tuple[Any, int]]
-
-
-def _copied(metric: Any, most: int) -> tuple[dict[str, Any] | None, int]:
-    """Copies of a metric's states, and how often it was updated; None for more than ``most`` numbers."""
-    states = metric.metric_state
-    if sum(state.numel() for state in states.values() if isinstance(state, torch.Tensor)) > most:
-        return None, metric.update_count
-    copied = {name: state.clone() if isinstance(state, torch.Tensor) else [*state] for name, state in states.items()}
-    return copied, metric.update_count
-
-
-def _is_metric(module: Any) -> bool:
-    """Whether it is a torchmetrics object that is updated itself; of a MetricCollection each metric is."""
-    return hasattr(type(module), "metric_state") and hasattr(type(module), "update_called")
-
-
-def _groups_of(collection: Any) -> list[list[str]]:
-    """The metrics of a MetricCollection that share their states, once it has compared them."""
-    return [[*group] for group in collection._groups.values()] if collection._groups_checked else []
-
-
-def _plain(name: str, states: Any, count: int) -> dict[str, Any]:
-    return {"states": None if states is None else to_plain(states, name, "metric"), "count": count}
+    metrics: dict[str, MetricState]
 
 
 def _described(metric: Any, value: Any, count: Any) -> dict[str, Any]:
@@ -254,7 +238,7 @@ def _described(metric: Any, value: Any, count: Any) -> dict[str, Any]:
     return described | {"value": float(value), "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _of_all_ranks(trainer: pl.Trainer, at: list[int], own: dict[str, Any]) -> list[Any]:
+def _of_all_ranks(trainer: pl.Trainer, at: list[Any], own: dict[str, Any]) -> list[Any]:
     """By rank, what it has summed up at a batch; on others than rank 0, whose file a resume reads, their own alone."""
     if trainer.world_size == 1:
         return [own]
@@ -305,9 +289,3 @@ def _log(part: Mapping[str, Any], results: Any, trainer: pl.Trainer) -> None:
         batch_size=0,
         **{name: part[name] for name in _OPTIONS},
     )
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_moved(item, device) for item in value]
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -145,26 +145,26 @@ def follow_lengths(trainer: pl.Trainer) -> None:
 
 
 def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
-    """Call a function before every epoch: behind all hooks ``on_train_start``, and before those of the epoch.
+    """Call a function, too, before every epoch: behind all hooks ``on_train_start``, and before those of the epoch.
 
     To be called in ``on_train_start``, in a trainer whose lengths are followed.
     """
     # Ours, kept with the loop.
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    epoch_loop._before_epoch = call
+    epoch_loop._before_epoch = [*vars(epoch_loop).get("_before_epoch", ()), call]
 
 
 def end_following(trainer: pl.Trainer) -> None:
     """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
     vars(trainer.fit_loop).pop("setup_data", None)
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    epoch_loop._before_epoch = None
+    epoch_loop._before_epoch = []
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning set its data up, then take over the lengths of loaders as ``setup_data`` does."""
     fit_loop: Any = trainer.fit_loop
-    if callable(call := vars(fit_loop.epoch_loop).get("_before_epoch")):
+    for call in vars(fit_loop.epoch_loop).get("_before_epoch", ()):
         call()
     type(fit_loop).setup_data(fit_loop)
     vars(fit_loop.epoch_loop).pop("_ended_early", None)

@@ -20,7 +20,11 @@ CALLBACK_KEY = "StatefulDataCallback"
 # Under this key a data module's state holds that of its data, apart from what a subclass adds.
 STATE_KEY = "lightning_stateful"
 # What to do where a run was saved under another seed.
-SEED_REMEDY = "Pass the saved seed, or call seed_everything with it, or accept the change with accept=('seed',)."
+SEED_REMEDY = (
+    "Pass the saved seed, or call seed_everything with it before the Trainer is made. If this script has written the "
+    "checkpoint, a hook calls seed_everything with another seed, and the checkpoint was saved behind it: pass "
+    "StatefulDataCallback(seed=...), which no hook changes. Or accept the change with accept=('seed',)."
+)
 TRACKED = ("ready", "started", "processed", "completed")
 _CONTENT = {
     "batch": (EPOCH, COUNT),
@@ -48,6 +52,7 @@ _OF_RANK = {
     "metrics": {str: {"states": object, "count": COUNT}},
     "groups?": {str: [[str]]},
     "generators?": {str: object},
+    "waits?": {str: [object]},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
@@ -75,6 +80,7 @@ _PARTS = {
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "dataset_settings": {str: {str: (str, str, str)}},
+    "validation": {str: {str: object}},
 }
 # Counts of a progress that may be below 0: none, or a validation that is due.
 _MAY_BE_NONE = ("stepped", "train_reload_epoch", "val_reload_epoch")

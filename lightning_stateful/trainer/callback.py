@@ -7,7 +7,7 @@ else the loop's counters do. On a save Lightning calls ``state_dict``, then ``on
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,10 @@ from lightning_stateful.trainer.loader_proxy import Request, discard_training_lo
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
+from lightning_stateful.trainer.seeding import seed_model
 from lightning_stateful.trainer.token_limit import TokenLimit
-from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders, seed_model
+from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
+from lightning_stateful.trainer.validation_data import ValidationData
 from lightning_stateful.user_samplers.wrapped_sampler import Tail
 
 
@@ -134,6 +136,7 @@ class StatefulDataCallback(pl.Callback):
         self._signals = HeldSignals()
         self._results = EpochResults()
         self._tokens = TokenLimit()
+        self._validation = ValidationData()
 
     @property
     def state_key(self) -> str:
@@ -198,7 +201,7 @@ class StatefulDataCallback(pl.Callback):
     def _evaluation_loaders(self, trainer: pl.Trainer, stage: str, request: Request) -> Any:
         epoch = -1
         if stage == "val" and trainer.state.fn == TrainerFn.FITTING:
-            epoch = self._validation_epoch()
+            epoch, request = self._validation_epoch(), partial(self._validation.noted, trainer, request)
         with loop_progress.validation_loaders_as_of(trainer, epoch):
             return exact_evaluation(trainer, request, self.settings, stage)
 
@@ -222,7 +225,7 @@ class StatefulDataCallback(pl.Callback):
         progress, module, loaders = self._progress(), stateful_module(self._trainer), self._loaders
         self.settings.ledger.save(progress.epoch_and_step)
         tokens = self._tokens.state(loaders.combined, progress) if loaders else None
-        asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state()}
+        asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state(), "validation": self._validation.state()}
         asked_for |= loaders.content.state() if loaders else {}
         asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {
@@ -347,17 +350,15 @@ class StatefulDataCallback(pl.Callback):
             return
         refuse_empty_loops(loops)
         saved = checkpoint.get("callbacks", {}).get(self.state_key)
-        metrics: Mapping[str, float] = {}
-        if saved is None:  # Written without this callback.
-            progress = read_counters(loops["fit_loop"])
-        else:
-            progress, metrics = read_callback_state(saved)
+        # Where it was written without this callback, Lightning's counters tell.
+        progress, metrics = read_callback_state(saved) if saved is not None else (read_counters(loops["fit_loop"]), {})
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
         before = progress
         loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, loaders.combined.seeds(), self.settings.accept)
             loaders.expect(saved, state)
+        self._validation.expect((saved or {}).get("validation", {}))
         self._tokens.load(loaders.combined, (saved or {}).get("tokens"), progress)
         loops["fit_loop"] = rewritten(loops["fit_loop"], progress)
         global_step = checkpoint["global_step"] + progress.uncounted

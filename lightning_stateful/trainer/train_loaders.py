@@ -10,7 +10,6 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
-from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
@@ -32,7 +31,7 @@ from lightning_stateful.loops.other_callbacks import longest_accumulation
 from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.loops.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.rng import seed_devices, seed_or_default
+from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.ledger import LedgerWriter
@@ -46,6 +45,7 @@ from lightning_stateful.trainer.loader_proxy import (
     request_training_loaders,
 )
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
+from lightning_stateful.trainer.seeding import naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
@@ -179,9 +179,10 @@ class TrainLoaders:
             RankMismatchError: The ranks disagree.
             UnsupportedLoaderError: A loader cannot be patched.
         """
+        ask = partial(request_by_epoch, trainer, request, seed_or_default(settings.seed))
         data = build_alike(
             trainer,
-            lambda: cls(trainer, request(), settings),
+            lambda: cls(trainer, ask() if settings.seed_model else request(), settings),
             lambda data: data.describe(),
             "the training data",
             accept=settings.accept,
@@ -215,7 +216,8 @@ class TrainLoaders:
         # An uninterrupted run has built its loaders in that epoch.
         with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
             loaders = cls.build(trainer, lambda: request_training_loaders(trainer), settings)
-        progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
+        with naming_remedies(trainer, settings.seed):
+            progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
         loaders._resumed_at = progress
         discard_training_loaders(trainer)
         return loaders, progress
@@ -492,8 +494,3 @@ def overfits(trainer: Any) -> bool:
     """Whether the same part of an epoch is trained and validated on, over and over."""
     # Set by Lightning's data connector, unknown to its types.
     return bool(trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches > 0)
-
-
-def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
-    """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
-    seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))

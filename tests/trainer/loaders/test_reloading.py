@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,12 +18,12 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.iterable_cases import Counts, CountsWithState
 from support.ledger import Asks, LedgerModel, Numbers, batches
-from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
+from support.runs import assert_goes_on_from_every_moment, seeded, stopped, train_alone, training
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 
 class Rows(IterableDataset[Any]):
@@ -223,3 +224,28 @@ def test_a_dataset_that_counts_its_passes_under_new_loaders_is_warned_of() -> No
             max_epochs=2,
             reload_dataloaders_every_n_epochs=1,
         )
+
+
+class Drawn(PlainData):
+    """Draws the subset of an epoch from the generators of the process, or from the system's entropy."""
+
+    def __init__(self, draw: Any = random.sample) -> None:
+        super().__init__(lambda: DataLoader(Subset(Numbers(50), draw(range(50), 6)), batch_size=2))
+
+
+def test_a_subset_that_train_dataloader_draws_for_an_epoch_is_the_same_on_a_resume(tmp_path: Path) -> None:
+    def run(make: Any, *, seed: int = 1, **options: Any) -> Any:
+        # A resumed script begins as the first has begun.
+        return train_alone(make, model=seeded(), **options)
+
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 1), ("on_train_epoch_end", 1, 0)]
+    options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    random.seed(5)
+    assert_goes_on_from_every_moment(tmp_path, lambda: random.seed(5) or Drawn(), moments, run, **options)
+
+
+def test_another_subset_of_an_epoch_is_refused_with_the_remedy_for_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"run": train_alone, "epoch": 1, "reload_dataloaders_every_n_epochs": 1}
+    stopped(tmp_path / "x.ckpt", lambda: Drawn(random.SystemRandom().sample), max_epochs=2, **options)
+    with pytest.raises(StateMismatchError, match=r"dataset.indices: .* follow from self\.trainer\.current_epoch"):
+        train_alone(Drawn, ckpt_path=tmp_path / "x.ckpt", reload_dataloaders_every_n_epochs=1)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.ledger import LedgerModel, Numbers
-from support.runs import numbers_module, stopped, train, train_alone
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from support.runs import numbers_module, stopped, train, train_alone, training
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
@@ -221,3 +221,24 @@ def test_several_loaders_and_loaders_of_users_are_compared_each(tmp_path: Path) 
     with pytest.raises(StateMismatchError, match=r"b\.dataset\.content") as error:
         train_alone(loaders(Numbers(22), ConcatDataset([Hidden(1), Numbers(4)])), ckpt_path=path)
     assert [one.path for one in error.value.differences] == ["b.dataset.content"]
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda first: Subset(Numbers(9, first=100), [first, 4, 5, 6]), "indices"),
+        (lambda first: TensorDataset(torch.arange(first, 9)[:5]), r"content\.tensors\.0"),
+    ],
+    ids=["subset", "tensors"],
+)
+def test_other_validation_data_are_warned_of(tmp_path: Path, make: Any, shown: str) -> None:
+    class Plain(LedgerModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    path, data = tmp_path / "stop.ckpt", make(0)
+    stopped(path, lambda: numbers_module(val=data), run=training(Plain), epoch=1, batch=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        train(lambda: numbers_module(val=data), model=Plain(), ckpt_path=path)
+    with pytest.warns(StatefulWarning, match=rf"the data are others.*\({shown}\)"):
+        train(lambda: numbers_module(val=make(1)), model=Plain(), ckpt_path=path)

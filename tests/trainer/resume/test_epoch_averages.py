@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,38 @@ def test_a_generator_that_module_and_data_both_draw_from_is_named_in_the_run_and
     else:
         with pytest.warns(StatefulWarning, match=r"DrawsInStep\.order could not be put back"):
             run(max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
+
+
+class OfRank(LedgerModel):
+    """Monitors values of each rank alone: that of rank 0 goes on to improve, and that of others does not."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        epoch = self.current_epoch
+        self.log("of_rank", [float(9 - epoch), (1.0, 1.5, 1.4, 1.3, 1.2, 1.1)[epoch]][self.global_rank])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=9)
+        return [optimizer], [{"scheduler": plateau, "monitor": "of_rank"}]
+
+
+def of_each_rank(folder: Path) -> list[Any]:
+    """How many epochs a run takes whole and resumed, and what each EarlyStopping has counted then."""
+    options = on_ranks(max_epochs=6)
+    early_stopping = training(OfRank, lambda: [EarlyStopping("of_rank", patience=3)])
+    stopped(folder / "x.ckpt", run=early_stopping, epoch=2, batch=2, **options)
+    found = []
+    for path in (None, folder / "x.ckpt"):
+        early = EarlyStopping("of_rank", patience=3)
+        with pytest.warns(StatefulWarning, match="waited differently") if path and not rank() else nullcontext():
+            run = training(OfRank)(callbacks=[early], ckpt_path=path, **options)
+        found.append([run.current_epoch, float(early.best_score), early.wait_count])
+    return found
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_each_rank_waits_on_for_a_value_of_its_own(ranks: Ranks) -> None:
+    assert ranks.of(of_each_rank) == [[[4, 6.0, 0]] * 2, [[4, 1.0, 3]] * 2]

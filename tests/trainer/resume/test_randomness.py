@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ def test_a_resume_under_another_seed_everything_is_refused(tmp_path: Path) -> No
     with pytest.raises(StateMismatchError, match="seed: saved 3, now 4"):
         record(tmp_path / "stop.ckpt", seed=None, shuffle=False)
     record(tmp_path / "stop.ckpt", seed=None, shuffle=False, accept="seed")
+
+
+class Reseeds(LedgerModel):
+    def on_fit_start(self) -> None:
+        pl.seed_everything(7, verbose=False)
+
+
+def test_a_seed_that_a_hook_has_changed_is_refused_with_the_remedy_for_it(tmp_path: Path) -> None:
+    pl.seed_everything(3, verbose=False)
+    make = partial(numbers_module, seed=None)
+    stopped(tmp_path / "x.ckpt", make, run=training(Reseeds), batch=2)
+    pl.seed_everything(3, verbose=False)
+    with pytest.raises(StateMismatchError, match=r"a hook calls seed_everything .*Callback\(seed=...\)"):
+        train(make, model=seeded(Reseeds), ckpt_path=tmp_path / "x.ckpt")
 
 
 def test_seeding_of_samples_can_be_switched_off() -> None:

@@ -1,0 +1,66 @@
+"""Seeds of what a model draws, and of what ``train_dataloader`` draws where Lightning calls it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lightning_stateful.core.seeding import derive_seed_within
+from lightning_stateful.errors import Difference, StateMismatchError
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.saved_progress import SEED_REMEDY
+from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
+
+
+def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
+    """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
+    seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
+
+
+def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:
+    """Ask for training loaders; those that are built anew for an epoch draw by the seed and that epoch, on all ranks.
+
+    By then the generators of the process are seeded for the model: a resume would find them elsewhere.
+    """
+    if not _every(trainer) or trainer.current_epoch <= 0:
+        return request()
+    with keep_randomness():
+        seed_randomness(derive_seed_within(("train_dataloader", seed), trainer.current_epoch, 0))
+        return request()
+
+
+@contextmanager
+def naming_remedies(trainer: pl.Trainer, seed: int | None) -> Iterator[None]:
+    """Say of data or a seed that differ from a checkpoint's what to do in this run.
+
+    Args:
+        trainer: The trainer.
+        seed: The seed that was passed; None for that of ``seed_everything``.
+
+    Raises:
+        StateMismatchError: As it was raised, with that remedy.
+    """
+    try:
+        yield
+    except StateMismatchError as error:
+        found = [replace(one, remedy=_remedy(trainer, seed, one)) for one in error.differences]
+        raise StateMismatchError(found, where=error.where) from None
+
+
+def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> str:
+    names = difference.path.split(".")
+    if names[-1] == "seed" and seed is None:
+        return SEED_REMEDY
+    if "dataset" in names and _every(trainer):
+        return (
+            "train_dataloader is called anew for an epoch (reload_dataloaders_every_n_epochs): let the samples that it "
+            f"chooses follow from self.trainer.current_epoch, or accept the change with accept=({difference.path!r},)."
+        )
+    return difference.remedy
+
+
+def _every(trainer: pl.Trainer) -> int:
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    return every
