@@ -1,6 +1,6 @@
-"""What EarlyStopping and ReduceLROnPlateau have counted on each rank, where they monitor a value of that rank alone.
+"""Counts of EarlyStopping and ReduceLROnPlateau on each rank, of a checkpoint that has those of rank 0 alone.
 
-So it is where a value is logged without ``sync_dist=True``. A checkpoint has the callbacks and schedulers of rank 0.
+They differ where what is monitored is logged without ``sync_dist=True``.
 """
 
 from __future__ import annotations

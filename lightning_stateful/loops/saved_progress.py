@@ -21,9 +21,9 @@ CALLBACK_KEY = "StatefulDataCallback"
 STATE_KEY = "lightning_stateful"
 # What to do where a run was saved under another seed.
 SEED_REMEDY = (
-    "Pass the saved seed, or call seed_everything with it before the Trainer is made. If this script has written the "
-    "checkpoint, a hook calls seed_everything with another seed, and the checkpoint was saved behind it: pass "
-    "StatefulDataCallback(seed=...), which no hook changes. Or accept the change with accept=('seed',)."
+    "If this script has written the checkpoint, a hook calls seed_everything with another seed, and the checkpoint was "
+    "saved behind it: pass StatefulDataCallback(seed=...), which no hook changes. Else pass the saved seed, or call "
+    "seed_everything with it before the Trainer is made, or accept the change with accept=('seed',)."
 )
 TRACKED = ("ready", "started", "processed", "completed")
 _CONTENT = {

@@ -12,6 +12,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.source_datasets import described_with_content
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.samplers.fingerprint import without_fingerprint
+from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import name_of
 
@@ -47,7 +48,9 @@ class ValidationData:
         # Loaders that are built anew may be of others every time.
         others = {} if trainer.reload_dataloaders_every_n_epochs else saved  # type: ignore[attr-defined]  # set by a connector
         for path in others.keys() & self._described.keys():
-            if names := sorted(set(_differing(others[path], self._described[path]))):
+            names = sorted(set(_differing(others[path], self._described[path])))
+            # Another packing is refused or accepted for the training data.
+            if names and "packed" not in names:
                 rank_zero_warn(
                     f"{name_of('val', path)}: the data are others, or in another order, than in the run that wrote the "
                     f"checkpoint ({', '.join(names)}). What monitors them (EarlyStopping, ReduceLROnPlateau, "
@@ -63,6 +66,9 @@ def _description(loader: Any) -> dict[str, Any]:
     if dataset is None or isinstance(dataset, IterableDataset):
         return {}
     try:
+        if isinstance(loader, TrackedLoader):
+            # It has looked at its dataset already.
+            return without_fingerprint(dict(loader.tracker.config["dataset"]))[0]
         return without_fingerprint(described_with_content(dataset))[0]
     except Exception:
         # What is wrong with it is for the evaluation itself to report.
