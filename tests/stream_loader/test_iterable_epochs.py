@@ -47,7 +47,9 @@ CASES = [
         limit,
         drop_last,
         id=f"{kind.__name__}-{workers}-{limit}{'-drop_last' if drop_last else ''}",
-        marks=pytest.mark.slow if kind not in IN_WORKERS.get(workers, KINDS) else (),
+        marks=pytest.mark.slow
+        if kind not in IN_WORKERS.get(workers, KINDS) or (drop_last and workers != "no workers")
+        else (),
     )
     for kind in KINDS
     for workers in WORKERS
