@@ -71,9 +71,10 @@ class Raises(pl.Callback):
 def fit(folder: Path, hook: str, restored: str = "", *, resumed: bool = False, workers: int = 0) -> list[list[float]]:
     dataset = Levels()
     callback = Raises(dataset, hook, restored if resumed else "", folder / "middle.ckpt")
-    trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
+    trainer = trainer_of(callback, StatefulDataCallback(), max_epochs=2)
     loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers)
-    trainer.fit(BoringModel(), loader, ckpt_path=folder / "middle.ckpt" if resumed else None)
+    held_out: Any = DataLoader(torch.ones(4, 32), batch_size=2)
+    trainer.fit(BoringModel(), loader, held_out, ckpt_path=folder / "middle.ckpt" if resumed else None)
     return callback.trained
 
 
