@@ -29,7 +29,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     Setting,
     tell,
 )
-from lightning_stateful.user_samplers.sampler_trial import copy_as_now, fresh_copy
+from lightning_stateful.user_samplers.sampler_trial import begins_anew_when_asked, copy_as_now, fresh_copy
 from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
 # Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
@@ -102,19 +102,23 @@ def _facts_of(
             facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
             tell(() if choose is None else choose(facts.fresh))
         facts.leads_back = followed is not None and _leads_back(fresh, followed)
-        shared = surroundings_of(order.sampler, order.dataset)
-        facts.apart_in = _first_apart(fresh(), fresh(), range(3 if changed or order.has_set_epoch else 1))
         is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
+        # To begin an epoch may take as long as a pass.
+        is_cheap = facts.seconds <= _QUICK / 4
+        epochs = range(3 if is_cheap and (changed or order.has_set_epoch) else bool(is_unseen))
+        if epochs or ended:
+            shared = surroundings_of(order.sampler, order.dataset)
+        facts.apart_in = _first_apart(fresh(), fresh(), epochs) if epochs else None
         if is_unseen and "nondeterministic" not in order.accept and facts.apart_in == 0:
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
         if ended and facts.apart_in is None:
             # As the whole of the first epoch leaves it.
-            facts.apart_in = _first_apart(ended[0], ended[1], range(1, 3))
+            facts.apart_in = _first_apart(ended[0], ended[1], range(1, 3 if is_cheap else 2))
         if facts.hands_epoch_on:
             objects.put_back()
-        if _fills_cache(order, facts, shared, fresh):
+        if (epochs or ended) and _fills_cache(order, facts, shared, fresh):
             objects.keep()
-        if order.cuts_samples and _begins_anew_when_asked(copied.sampler, contents):
+        if order.cuts_samples and begins_anew_when_asked(copied.sampler, contents):
             raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
         if has_own_state(order) and not facts.leads_back:
             # Its later items are noted otherwise.
@@ -215,16 +219,6 @@ def first_sequence(order: UserSampler, sampler: Any) -> str:
     with SharedObjects(order.sampler, order.dataset):
         _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
-
-
-def _begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
-    """Whether a sampler is its own iterator, and ``iter()`` of that begins anew, as torch calls it for every batch."""
-    if not hasattr(type(sampler), "__next__"):
-        return False
-    before = contents()
-    with suppress(Exception):
-        return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
-    return False
 
 
 class _Followed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -37,3 +39,13 @@ def length_when_told(order: UserSampler, epoch: int) -> int | None:
         tried.tell(epoch)
         with tried.entered():
             return order.length_of(tried.sampler)
+
+
+def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
+    """Whether a sampler is its own iterator, and ``iter()`` of that begins anew, as torch calls it for every batch."""
+    if not hasattr(type(sampler), "__next__"):
+        return False
+    before = contents()
+    with suppress(Exception):
+        return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
+    return False
