@@ -76,8 +76,6 @@ class ReadWatch:
         keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
-    _least_changes = _LEAST_CHANGES
-
     def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
         self._dataset, self._keeps = dataset, keeps
         self._is_over, self._kept = False, KeptSamples(dataset, _held)
@@ -152,14 +150,16 @@ class ReadWatch:
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""
         is_moving, is_number = (isinstance(changes[-1][1], kinds) for kinds in (_Moving, (int, float)))
-        least = _LEAST_COUNTED if is_moving or is_number else self._least_changes
-        if not self._is_often(len(changes), least) or not (is_moving or _is_count_or_queue(changes)):
+        if not self._is_often(len(changes), is_counted=is_moving or is_number) or not (
+            is_moving or _is_count_or_queue(changes)
+        ):
             return False
         used = _uses(self._dataset, name)
         # A number that is set, and not counted up, is mostly the index in hand.
         return used.uses and (used.counts or not is_number)
 
-    def _is_often(self, num_changes: int, least: int) -> bool:
+    def _is_often(self, num_changes: int, *, is_counted: bool) -> bool:
+        least = _LEAST_COUNTED if is_counted else _LEAST_CHANGES
         return num_changes >= least and self._num_looks in (num_changes, _NUM_LOOKS)
 
     def _is_memory(self, name: _Name, value: Any) -> bool:
@@ -191,8 +191,6 @@ class StreamWatch(ReadWatch):
         source: Whatever holds the functions.
     """
 
-    _least_changes = _LEAST_COUNTED
-
     def __init__(self, source: Any) -> None:
         super().__init__(source, keeps=False)
         self._num_batches, self._before = 0, self._snapshot()
@@ -219,8 +217,8 @@ class StreamWatch(ReadWatch):
             "stream.recurrent(function, initial), which is resumed."
         )
 
-    def _is_often(self, num_changes: int, least: int) -> bool:
-        return num_changes >= least
+    def _is_often(self, num_changes: int, *, is_counted: bool) -> bool:
+        return num_changes >= _LEAST_COUNTED
 
 
 def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:

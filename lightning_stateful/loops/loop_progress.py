@@ -283,6 +283,12 @@ def is_rebuilt_next(trainer: pl.Trainer, progress: LoopProgress) -> bool:
         return not step and (not progress.running or progress.ended) and _is_due(trainer, progress.train_reload_epoch)
 
 
+def reloads_every(trainer: pl.Trainer) -> int:
+    """After how many epochs Lightning builds the training loaders anew; 0 for never."""
+    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    return every
+
+
 def is_rebuilt_now(trainer: pl.Trainer) -> bool:
     """Whether Lightning builds the training loaders anew for the epoch that begins now."""
     return _is_due(trainer, _epoch_or_none(trainer.fit_loop._last_train_dl_reload_epoch))
@@ -290,7 +296,7 @@ def is_rebuilt_now(trainer: pl.Trainer) -> bool:
 
 def _is_due(trainer: pl.Trainer, built: int) -> bool:
     """Whether loaders that were built in some epoch are to be built anew in the current one."""
-    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    every = reloads_every(trainer)
     return bool(every and trainer.current_epoch - built >= every)
 
 

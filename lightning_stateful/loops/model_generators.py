@@ -111,6 +111,8 @@ class ModelGenerators:
         Warns:
             StatefulWarning: It has, for the first time.
         """
+        if not self._fetched:
+            return
         now = self._states_of_shared()
         drawn = {place for place, state in self._fetched.items() if now.get(place, state) != state}
         self._fetched = {}
@@ -125,8 +127,11 @@ class ModelGenerators:
 
     def _states_of_shared(self) -> dict[str, Any]:
         """The states, as plain data, of those that training data hold too and nobody has been warned of."""
+        if not any(self._shared):
+            # In most runs, at every batch.
+            return {}
         shared = {place: one for of in self._shared for place, one in of.items() if place not in self._drawn_by_both}
-        return _plain({place: get_generator_state(one) for place, one in shared.items()}) if shared else {}
+        return _plain({place: get_generator_state(one) for place, one in shared.items()})
 
     def _before_reset(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
         self._before_validation = next_step(trainer), self._states(trainer)

@@ -17,6 +17,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.state import order_in_words
@@ -41,7 +42,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         ``reload_dataloaders_every_n_epochs`` that number as ``reloads``. A digest of the loaders that the run began
         with, where later ones were built, is ``began_with``.
     """
-    reloads: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+    reloads = reloads_every(trainer)
     steps = float(trainer.fit_loop.max_batches)
     return {
         "versions": {

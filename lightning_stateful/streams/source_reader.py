@@ -12,6 +12,7 @@ from lightning_stateful.stream_nodes.shard_reader import ShardReader
 from lightning_stateful.streams.assignment import SlotProgress, SlotSlice
 from lightning_stateful.streams.source import Source
 
+# Where a slot begins to read a source.
 FRESH: NodeState = {"round": 0, "slice": 0, "opened": 0, "state": None}
 # Items, and of packed documents padding, documents, and those that were cut.
 NOTHING_GIVEN = (0, 0, 0, 0)

@@ -18,7 +18,6 @@ from lightning_stateful.stream_nodes.numbered import NOTHING, Given, Numbering, 
 from lightning_stateful.streams.source import Mixing, Source
 from lightning_stateful.streams.source_reader import FRESH, NOTHING_GIVEN, SourceReader, SourceTask
 
-# Where a slot begins to read a source.
 # The state of a slot, and where it stands in a slice of a source.
 AT_SHAPE = Either(None, {"source": object, "seen": [COUNT]})
 SLOT_SHAPE = {

@@ -26,6 +26,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.attributes import is_users, names_in, reached
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 from lightning_stateful.streams.outside_values import OutsideValues
@@ -349,7 +350,7 @@ def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
     """Gives the values that the method of a module reads which builds the training loaders; None without reloads."""
     source = trainer.fit_loop._data_source
     is_module = isinstance(source.instance, (pl.LightningModule, pl.LightningDataModule))
-    if not (trainer.reload_dataloaders_every_n_epochs and is_module):  # type: ignore[attr-defined]  # set by a connector
+    if not (reloads_every(trainer) and is_module):
         return None
     return values_of_builder(source.instance, source.name)
 

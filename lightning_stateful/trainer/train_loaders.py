@@ -45,7 +45,7 @@ from lightning_stateful.trainer.loader_proxy import (
     request_training_loaders,
 )
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
-from lightning_stateful.trainer.seeding import naming_remedies, request_by_epoch, seed_model
+from lightning_stateful.trainer.run_seeds import naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
@@ -179,10 +179,11 @@ class TrainLoaders:
             RankMismatchError: The ranks disagree.
             UnsupportedLoaderError: A loader cannot be patched.
         """
-        ask = partial(request_by_epoch, trainer, request, seed_or_default(settings.seed))
+        if settings.seed_model:
+            request = partial(request_by_epoch, trainer, request, seed_or_default(settings.seed))
         data = build_alike(
             trainer,
-            lambda: cls(trainer, ask() if settings.seed_model else request(), settings),
+            lambda: cls(trainer, request(), settings),
             lambda data: data.describe(),
             "the training data",
             accept=settings.accept,

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.source_datasets import described_with_content
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.fingerprint import without_fingerprint
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.loader_proxy import Structure
@@ -46,7 +47,7 @@ class ValidationData:
         saved, self._saved = self._saved, {}
         self._described = {path: of for path, one in Structure.of(raw).loaders.items() if (of := _description(one))}
         # Loaders that are built anew may be of others every time.
-        others = {} if trainer.reload_dataloaders_every_n_epochs else saved  # type: ignore[attr-defined]  # set by a connector
+        others = {} if reloads_every(trainer) else saved
         for path in others.keys() & self._described.keys():
             names = sorted(set(_differing(others[path], self._described[path])))
             # Another packing is refused or accepted for the training data.

@@ -105,7 +105,7 @@ def _facts_of(
         is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
         # To begin an epoch may take as long as a pass.
         is_cheap = facts.seconds <= _QUICK / 4
-        epochs = range(3 if is_cheap and (changed or order.has_set_epoch) else bool(is_unseen))
+        epochs = range(3 if is_cheap and (changed or order.has_set_epoch) else int(is_unseen))
         if epochs or ended:
             shared = surroundings_of(order.sampler, order.dataset)
         facts.apart_in = _first_apart(fresh(), fresh(), epochs) if epochs else None

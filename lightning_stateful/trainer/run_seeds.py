@@ -10,6 +10,7 @@ from typing import Any
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
 
@@ -24,7 +25,7 @@ def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int)
 
     By then the generators of the process are seeded for the model: a resume would find them elsewhere.
     """
-    if not _every(trainer) or trainer.current_epoch <= 0:
+    if not reloads_every(trainer) or trainer.current_epoch <= 0:
         return request()
     with keep_randomness():
         seed_randomness(derive_seed_within(("train_dataloader", seed), trainer.current_epoch, 0))
@@ -53,14 +54,9 @@ def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> st
     names = difference.path.split(".")
     if names[-1] == "seed" and seed is None:
         return SEED_REMEDY
-    if "dataset" in names and _every(trainer):
+    if "dataset" in names and reloads_every(trainer):
         return (
             "train_dataloader is called anew for an epoch (reload_dataloaders_every_n_epochs): let the samples that it "
             f"chooses follow from self.trainer.current_epoch, or accept the change with accept=({difference.path!r},)."
         )
     return difference.remedy
-
-
-def _every(trainer: pl.Trainer) -> int:
-    every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
-    return every
