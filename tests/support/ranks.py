@@ -191,7 +191,9 @@ def _log(folder: Path, rank: int) -> Path:
 def ledger_of(folder: Path, rank: int = 0) -> list[Any]:
     """The steps that a rank has written down so far."""
     path = folder / f"ledger{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # A rank may be writing the last line.
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def kill(processes: list[ForkServerProcess]) -> None:
