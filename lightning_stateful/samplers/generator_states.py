@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.samplers.generator_memory import NUM_WORDS, python_memory
 from lightning_stateful.samplers.rng import (
     get_generator_state,
-    python_memory,
     seed_generator,
     set_generator_state,
     state_of_generator,
 )
 
-_63_BITS, _NUM_WORDS = 2**63 - 1, 624
+_63_BITS = 2**63 - 1
 _KINDS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
 
 
@@ -70,9 +70,9 @@ class GeneratorState:
             state: Any = {"state": self._high << 64 | seed ^ self.place, "inc": self._increment}
             held.bit_generator.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
         elif isinstance(held, np.random.RandomState):
-            held.set_state(("MT19937", np.frombuffer(self._drawn_words(seed), np.uint32), _NUM_WORDS, 0, 0.0))
+            held.set_state(("MT19937", np.frombuffer(self._drawn_words(seed), np.uint32), NUM_WORDS, 0, 0.0))
         elif isinstance(held, random.Random):
-            held.setstate((3, (*np.frombuffer(self._drawn_words(seed), np.uint32).tolist(), _NUM_WORDS), None))
+            held.setstate((3, (*np.frombuffer(self._drawn_words(seed), np.uint32).tolist(), NUM_WORDS), None))
         else:
             seed_generator(held, mixed_seed(self.place, seed) & _63_BITS)
 
@@ -80,7 +80,7 @@ class GeneratorState:
         """All words of a Mersenne Twister, of 32 bits each in this machine's order of bytes."""
         source: Any = self._words
         source.seed(seed)
-        drawn = source.generator.bit_generator.random_raw(_NUM_WORDS // 2)
+        drawn = source.generator.bit_generator.random_raw(NUM_WORDS // 2)
         if sys.byteorder == "big":
             drawn = drawn.astype("<u8").view("<u4").astype(np.uint32)
         held: bytes = drawn.tobytes()
@@ -174,7 +174,7 @@ class _PythonState(GeneratorState):
         self._memory.raw, self.generator.gauss_next = state
 
 
-_ALL_USED, _NO_SECOND = struct.pack("=i", _NUM_WORDS), bytes(16)
+_ALL_USED, _NO_SECOND = struct.pack("=i", NUM_WORDS), bytes(16)
 
 
 def state_for(generator: Any, place: int) -> GeneratorState:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import struct
-import sys
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import lru_cache
@@ -18,6 +15,7 @@ import torch
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.samplers.generator_memory import Memory, exchange_memory, read_memory, seed_memory, write_memory
 
 T = TypeVar("T")
 _MOST_OF_INT64 = 2**63 - 1
@@ -51,18 +49,10 @@ def seed_randomness(seed: int) -> None:
     """
     seed &= _MOST_OF_INT64
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    _seed_python(seed >> 31)
-
-
-def _seed_python(seed: int) -> None:
-    """Seed ``random`` with 32 bits, in half the time of ``random.seed``: NumPy seeds the same kind of generator."""
-    _TWISTER.seed(seed)
-    if _PYTHON_MEMORY is None:
-        random.setstate((3, (*_TWISTER.get_state()[1].tolist(), _NUM_WORDS), None))
-    else:
-        _PYTHON_MEMORY.raw = _ALL_USED + _TWISTER_MEMORY.raw
-        _PYTHON.gauss_next = None
+    if not seed_memory(seed >> 31):
+        np.random.seed(seed & 0xFFFFFFFF)
+        of_python: Any = np.random.RandomState(seed >> 31).get_state()
+        random.setstate((3, (*of_python[1].tolist(), of_python[2]), None))
 
 
 def seed_devices(seed: int) -> None:
@@ -160,9 +150,9 @@ def state_of_generator(generator: Any) -> str:
 class IsolatedReads:
     """Runs functions that read a batch under a seed, and leaves the process's CPU generators as they were.
 
-    To seed the generators of NumPy and ``random``, and to restore them, takes longer than to read a small batch. If the
-    first reads have drawn from neither, which shows in the generators' memory, later reads are run without. A read that
-    does draw from one of them is then run once more, under its seed.
+    To seed the generators of NumPy and ``random`` takes longer than to read a small batch. If the first reads have
+    drawn from neither, which shows in the generators' memory, later reads are run without. A read that does draw from
+    one of them is then run once more, under its seed.
     """
 
     _NUM_TRIED = 8
@@ -173,29 +163,36 @@ class IsolatedReads:
 
     def __call__(self, seed: int, read: Callable[[], T]) -> T:
         """Run ``read()`` under ``seed`` and return its result."""
-        of_torch = torch.default_generator.get_state()
+        before = read_memory()
+        if before is None:
+            with keep_randomness():
+                seed_randomness(seed)
+                return read()
         try:
             if self._num_idle is not None and self._num_idle >= self._NUM_TRIED:
-                before = _memory()
                 torch.default_generator.manual_seed(seed & _MOST_OF_INT64)
                 try:
                     result = read()
                 finally:
-                    has_drawn = _memory() != before
-                    if has_drawn and before is not None:
-                        _write_memory(before)
+                    has_drawn = not _are_alike(read_memory(), before)
+                    if has_drawn:
+                        write_memory(before)
                 if not has_drawn:
                     return result
                 self._num_idle = None
-            with keep_randomness():
-                seed_randomness(seed)
-                seeded = _memory()
-                result = read()
-                if self._num_idle is not None:
-                    self._num_idle = self._num_idle + 1 if seeded is not None and _memory() == seeded else None
-                return result
+            seed_randomness(seed)
+            seeded = read_memory()
+            result = read()
+            if self._num_idle is not None:
+                self._num_idle = self._num_idle + 1 if _are_alike(read_memory(), seeded) else None
+            return result
         finally:
-            torch.default_generator.set_state(of_torch)
+            write_memory(before)
+
+
+def _are_alike(one: Memory | None, other: Memory | None) -> bool:
+    """Whether NumPy and ``random`` are in the same states in both."""
+    return one is not None and other is not None and one[1:] == other[1:]
 
 
 class OwnRandomness:
@@ -219,112 +216,24 @@ class OwnRandomness:
 
     def _exchange(self, *_: object) -> None:
         """Exchange the states of the process's generators for those held: its own outside a block, others within."""
-        of_numpy = _numpy_memory(_bit_generator())
-        if of_numpy is None or type(self._held) is not tuple:
+        held = self._held
+        before: Memory | Randomness | None = None if isinstance(held, Randomness) else exchange_memory(held)
+        if before is None:
             before = _snapshot()
-            _put_back(self._held)
-            self._held = before
-            return
-        # In one go, as this is done twice for each batch of a user's sampler.
-        before = _TORCH.get_state(), _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
-        of_torch, _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = self._held
-        _TORCH.set_state(of_torch)
+            _put_back(held)
         self._held = before
 
     __enter__ = __exit__ = _exchange
 
 
-_NUM_WORDS = 624
-
-
-def python_memory(generator: Any) -> Any:
-    """The memory of a ``random.Random``: the number of words used up, and the words.
-
-    None if objects are laid out in another way than in CPython.
-    """
-    if sys.implementation.name != "cpython":
-        return None
-    begin, end = object.__basicsize__, random.Random.__mro__[1].__basicsize__
-    found = (ctypes.c_char * (end - begin)).from_address(id(generator) + begin)
-    return found if _python_words(found.raw) == generator.getstate()[1] else None
-
-
-def _python_words(memory: bytes) -> tuple[int, ...]:
-    used, *words = np.frombuffer(memory, dtype=np.uint32)[: _NUM_WORDS + 1].tolist()
-    return (*words, used)
-
-
-_PYTHON: Any = vars(random)["_inst"]  # what the functions of the module are methods of
-_PYTHON_MEMORY = python_memory(_PYTHON)
-_TORCH: Any = torch.default_generator
-_TWISTER: Any = np.random.RandomState(0)
-_TWISTER_MEMORY: Any = (ctypes.c_char * (4 * _NUM_WORDS)).from_address(_TWISTER._bit_generator.ctypes.state_address)
-_ALL_USED = struct.pack("=i", _NUM_WORDS)
-_bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
-
-
-@lru_cache(maxsize=1)
-def _numpy_memory(bits: Any) -> Any:
-    """The memory of the generator behind NumPy's legacy functions: its words, and the number of them used up.
-
-    None if the generator is of another kind than MT19937.
-    """
-    if type(bits) is not np.random.MT19937:
-        return None
-    return (ctypes.c_char * (4 * (_NUM_WORDS + 1))).from_address(bits.ctypes.state_address)
-
-
-def _normal_memory() -> Any:
-    """The memory of the second of two normal numbers, which NumPy's legacy functions keep for later, behind a flag.
-
-    None if objects are laid out in another way than in CPython.
-    """
-    if sys.implementation.name != "cpython":
-        return None
-    # Where it is shows in another object of that kind, which is given a flag and a number to be found by.
-    tried, number = np.random.RandomState(0), 0.123456789
-    held = (ctypes.c_char * type(tried).__basicsize__).from_address(id(tried))
-    state: Any = tried.get_state()
-    tried.set_state((*state[:3], 1, number))
-    begin = held.raw.find(struct.pack("=qd", 1, number))
-    tried.set_state((*state[:3], 0, 0.0))
-    if begin < 0 or any(held.raw[begin : begin + 16]):
-        return None
-    return (ctypes.c_char * 16).from_address(id(np.random.mtrand._rand) + begin)
-
-
-_NORMAL_MEMORY = _normal_memory()
-_Memory = tuple[bytes, bytes, float | None, bytes]
-
-
-def _memory() -> _Memory | None:
-    """The states of the generators of ``random`` and NumPy at little cost; None if their memory cannot be read."""
-    of_numpy = _numpy_memory(_bit_generator())
-    if _PYTHON_MEMORY is None or of_numpy is None or _NORMAL_MEMORY is None:
-        return None
-    return _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
-
-
-def _write_memory(memory: _Memory) -> None:
-    """Restore states of :func:`_memory`, in a hundredth of the time that the generators' own functions take."""
-    _PYTHON_MEMORY.raw, _numpy_memory(_bit_generator()).raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = memory
-
-
-_Snapshot = Randomness | tuple[Any, ...]
-
-
-def _snapshot() -> _Snapshot:
+def _snapshot() -> Memory | Randomness:
     """The present states of torch, ``random`` and NumPy for :func:`_put_back`."""
-    of_numpy = _numpy_memory(_bit_generator())
-    if _PYTHON_MEMORY is None or of_numpy is None or _NORMAL_MEMORY is None:
-        return Randomness.now()
-    return _TORCH.get_state(), _PYTHON_MEMORY.raw, of_numpy.raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw
+    return read_memory() or Randomness.now()
 
 
-def _put_back(snapshot: _Snapshot) -> None:
+def _put_back(snapshot: Memory | Randomness) -> None:
     """Restore a :func:`_snapshot`."""
     if isinstance(snapshot, Randomness):
         snapshot.restore()
-        return
-    of_torch, _PYTHON_MEMORY.raw, _numpy_memory(_bit_generator()).raw, _PYTHON.gauss_next, _NORMAL_MEMORY.raw = snapshot
-    _TORCH.set_state(of_torch)
+    else:
+        write_memory(snapshot)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_stateful.samplers import generator_memory
 from lightning_stateful.samplers.rng import (
     IsolatedReads,
     OwnRandomness,
@@ -103,3 +105,56 @@ def test_a_read_that_takes_a_kept_normal_number_is_read_again_under_its_seed() -
     assert found == np.random.standard_normal()
     assert state[2:] == following[2:]
     assert (state[1] == following[1]).all()
+
+
+@pytest.fixture(params=[True, False])
+def is_read_in_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(generator_memory, "_IS_KNOWN", False)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**31 + 7, 2**62 + 2**40 + 11])
+def test_a_seed_gives_what_the_generators_own_functions_give(seed: int, is_read_in_memory: bool) -> None:
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    normals()  # kept ones are forgotten
+    seed_randomness(seed)
+    found = [
+        *draw(),
+        *normals(),
+        *torch.rand(700).tolist(),
+        *np.random.rand(700),
+        *(random.random() for _ in range(700)),
+    ]
+    torch.manual_seed(seed), np.random.seed(seed % 2**32)
+    words = np.random.RandomState(seed >> 31).get_state()[1]
+    random.setstate((3, (*words.tolist(), 624), None))
+
+    assert found == [
+        *(*draw(), *normals(), *torch.rand(700).tolist()),
+        *(*np.random.rand(700), *(random.random() for _ in range(700))),
+    ]
+
+
+def test_reads_and_own_generators_without_their_memory(is_read_in_memory: bool) -> None:
+    seed_randomness(5)
+    expected = [draw() for _ in range(3)]
+    seed_randomness(7)
+    of_own = [draw() for _ in range(20)]
+    seed_randomness(9)
+    of_read = draw()
+    reads, own = IsolatedReads(), OwnRandomness(7)
+    seed_randomness(5)
+    found = [draw()]
+    for before in of_own:
+        with own:
+            assert draw() == before
+        assert reads(9, draw) == of_read
+    found += [draw(), draw()]
+
+    assert found == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem is Linux's")
+def test_memory_is_found_on_this_system() -> None:
+    assert generator_memory.read_memory() is not None
