@@ -482,6 +482,19 @@ class Labels(Sampler[int]):
         return iter(random.sample(self.labels, len(self.labels)))
 
 
+class Told(Labels):
+    """The same by the epoch that it is told, as torch's DistributedSampler."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take another epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(self.labels, len(self.labels)))
+
+
 class Records(Labels):
     """A list of dicts, sorted by one of their values and shuffled within."""
 
@@ -532,6 +545,7 @@ class Planned(Sampler[list[int]]):
 # The sampler, and whether it yields batches.
 STARTS: dict[str, tuple[Callable[[int], Any], bool]] = {
     "1e6 labels": (Labels, False),
+    "1e6 labels, set_epoch": (Told, False),
     "1e6 dicts": (Records, False),
     "50,000 classes": (Classes, True),
     "planned batches": (Planned, True),

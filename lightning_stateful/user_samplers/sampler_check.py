@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -29,22 +28,29 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     Setting,
     tell,
 )
-from lightning_stateful.user_samplers.sampler_trial import begins_anew_when_asked, copy_as_now, fresh_copy
+from lightning_stateful.user_samplers.sampler_trial import (
+    COMPARED,
+    MOST,
+    MOST_ENDLESS,
+    PATIENCE,
+    QUICK,
+    SamplerTrial,
+    beginning,
+    begins_anew_when_asked,
+    copy_as_now,
+    fresh_copy,
+)
 from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
-# Items by which the beginning of an epoch is known; items drawn at a time, more where len() says how many there are;
-# and the most of an epoch that is looked at.
-COMPARED, _DRAWN, _DRAWN_OF_KNOWN, _MOST, _MOST_ENDLESS = 64, 2**12, 2**16, 2**20, 2**14
-# Seconds: an epoch that begins faster is begun twice more where that tells something; all ranks are simulated for less.
-_QUICK, PATIENCE = 2.0, 20.0
+# Items drawn at a time, and more where len() says how many there are.
+_DRAWN, _DRAWN_OF_KNOWN = 2**12, 2**16
 _END = object()
 
 
 def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | None = None) -> SamplerFacts:
     """Iterate a copy of a sampler over epoch 0, at most over a million items.
 
-    Where the pass has changed the copy, the next epoch is begun on it and on a fresh one. Passes do not matter only if
-    both yield the same then, and hold the same behind it: else what they hold may show in a later epoch.
+    Later epochs are begun as well where that tells something, see :class:`SamplerTrial`.
 
     Args:
         order: The sampler.
@@ -72,10 +78,15 @@ def _facts_of(
     with suppress(Exception), tried.entered():
         facts.says = order.length_of(copied.sampler)
     contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
-    before, left, followed = [""], list[str](), None
+    before, left, followed = "", list[str](), None
+
+    def note_told() -> None:
+        nonlocal before
+        facts.told_in, before = time.perf_counter() - started, contents()
+
     try:
-        items = tried.begin(0, 0, before_iter=lambda: before.append(contents()))
-        followed = _Followed(order, tried, items, facts, lambda: left.append(contents()))
+        items = tried.begin(0, 0, before_iter=note_told)
+        followed = _Followed(order, tried, items, facts, lambda: left.append(contents()), started)
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -83,46 +94,38 @@ def _facts_of(
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
         shared = surroundings_of(order.sampler, order.dataset)
-    if not facts.error:
-        _refuse_wrong_length(order, facts)
-        changed = {*left, contents()} != {before[-1]}
-        ended = [fresh(sampler=copied.sampler) for _ in range(2 * changed)]
-        is_quick = changed and facts.seconds <= _QUICK
-        facts.is_harmless = is_quick and not facts.unseen and _begins_alike(tried, fresh)
-        facts.is_harmless = facts.is_harmless and _begins_alike(_left(fresh(), facts), fresh)
-        facts.remembers = changed and not (facts.is_harmless and _ends_alike(tried, fresh(), order, facts))
-        if order.has_set_epoch and facts.seconds <= _QUICK:
-            facts.remembers_told, facts.adds_up = _depends_on_told(fresh)
-            facts.remembers = facts.remembers or facts.remembers_told
-            facts.hands_epoch_on = _hands_epoch_on(order, fresh)
-            objects.put_back()
-            if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
-                raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
-        if facts.remembers:
-            facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
-            tell(() if choose is None else choose(facts.fresh))
-        facts.leads_back = followed is not None and _leads_back(fresh, followed)
-        is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
-        # To begin an epoch may take as long as a pass.
-        is_cheap = facts.seconds <= _QUICK / 4
-        epochs = range(3 if is_cheap and (changed or order.has_set_epoch) else int(is_unseen))
-        if epochs or ended:
-            shared = surroundings_of(order.sampler, order.dataset)
-        facts.apart_in = _first_apart(fresh(), fresh(), epochs) if epochs else None
+    if followed is None:
+        return facts
+    _refuse_wrong_length(order, facts)
+    is_changed = {*left, contents()} != {before}
+    is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
+    trial = SamplerTrial(order, facts, fresh, is_unseen=is_unseen)
+    if is_changed:
+        trial.go_on(tried)
+    if order.has_set_epoch and facts.seconds <= QUICK:
+        trial.tell_epochs()
+        facts.remembers = facts.remembers or facts.remembers_told
+        objects.put_back()
+        if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
+            raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
+    if facts.remembers:
+        facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
+        tell(() if choose is None else choose(facts.fresh))
+    facts.leads_back = _leads_back(fresh, followed)
+    if is_changed or is_unseen or (order.has_set_epoch and trial.is_cheap):
+        shared = surroundings_of(order.sampler, order.dataset)
+        trial.compare_copies()
         if is_unseen and "nondeterministic" not in order.accept and facts.apart_in == 0:
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
-        if ended and facts.apart_in is None:
-            # As the whole of the first epoch leaves it.
-            facts.apart_in = _first_apart(ended[0], ended[1], range(1, 3 if is_cheap else 2))
         if facts.hands_epoch_on:
             objects.put_back()
-        if (epochs or ended) and _fills_cache(order, facts, shared, fresh):
+        if _fills_cache(order, facts, shared, fresh):
             objects.keep()
-        if order.cuts_samples and begins_anew_when_asked(copied.sampler, contents):
-            raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
-        if has_own_state(order) and not facts.leads_back:
-            # Its later items are noted otherwise.
-            facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
+    if order.cuts_samples and begins_anew_when_asked(copied.sampler, contents):
+        raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
+    if has_own_state(order) and not facts.leads_back:
+        # Its later items are noted otherwise.
+        facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
 
 
@@ -166,7 +169,7 @@ def _reason_against_cache(
     except Exception as error:
         return f"a second pass raised {type(error).__name__}: {error}"
     # Without the time that it takes to fill it.
-    facts.seconds = min(facts.seconds, found.seconds)
+    facts.seconds, facts.begins_in = min(facts.seconds, found.seconds), min(facts.begins_in, found.begins_in)
     return ""
 
 
@@ -181,7 +184,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
     """
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
-    if facts.error or facts.seconds > _QUICK:
+    if facts.error or facts.seconds > QUICK:
         return False
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
@@ -196,7 +199,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     slow.
     """
     facts = order.facts
-    if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > _QUICK:
+    if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > QUICK:
         return sequence
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = copy_as_now(order, order.sampler)
@@ -230,6 +233,7 @@ class _Followed:
         items: The iterator of its pass.
         facts: Where to put what is found.
         at_last: Called when the last item that ``len()`` says is drawn, and no more was asked for.
+        started: When the pass was begun; None for now.
 
     Attributes:
         state: The sampler's own state on the way, if it has one.
@@ -243,14 +247,16 @@ class _Followed:
         items: Iterator[Any],
         facts: SamplerFacts,
         at_last: Callable[[], object] = tuple,
+        started: float | None = None,
     ) -> None:
         self.state: Any = None
         self.following: list[str] = []
         self._order, self._tried, self._items, self._facts = order, tried, items, facts
-        self._has_states, self._most = has_own_state(order), _MOST
+        self._has_states, self._most = has_own_state(order), MOST
         if facts.says is not None:
-            self._most = min(facts.says + (not order.is_cut), _MOST)
-        self._drawn, self._chained, self._noted_next, self._started = 0, "", 0, time.perf_counter()
+            self._most = min(facts.says + (not order.is_cut), MOST)
+        self._started = time.perf_counter() if started is None else started
+        self._drawn, self._chained, self._noted_next = 0, "", 0
         self._running, self._beginning = hashlib.blake2b(digest_size=8), list[Any]()
         # Indices stay as they are; others are written as they come.
         self._are_indices = False
@@ -264,6 +270,8 @@ class _Followed:
                 self._draw(size)
             if before < 2:
                 self._look_at_length()
+            if before < COMPARED:
+                facts.begins_in = time.perf_counter() - self._started
             facts.marks[self._drawn] = self._running.hexdigest()
             if self._drawn == facts.says and self._drawn > before:
                 at_last()
@@ -283,7 +291,7 @@ class _Followed:
         """The items to draw next; 0 where no more is looked at."""
         drawn, says = self._drawn, self._facts.says
         may_be_endless = says is None and drawn >= _DRAWN
-        if may_be_endless and (drawn >= _MOST_ENDLESS or time.perf_counter() - self._started > _QUICK):
+        if may_be_endless and (drawn >= MOST_ENDLESS or time.perf_counter() - self._started > QUICK):
             return 0
         stride = COMPARED if drawn < COMPARED else _DRAWN if says is None else _DRAWN_OF_KNOWN
         stride = STATE_STRIDE if self._has_states and drawn < STATE_STRIDE else stride
@@ -368,96 +376,11 @@ def told_apart(item: Any) -> Any:
     return int(item) if isinstance(item, int) else digest(item)
 
 
-def _most_of(facts: SamplerFacts, num_more: int = 0) -> int:
-    """The items that ``len`` says, and ``num_more``, at most as many as are looked at of an epoch that may not end."""
-    return _MOST_ENDLESS if facts.says is None else min(facts.says + num_more, _MOST)
-
-
-def _left(tried: IteratedSampler, facts: SamplerFacts) -> IteratedSampler:
-    """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
-    with suppress(Exception):
-        items = tried.begin(0, 0)
-        with tried.entered():
-            deque(islice(items, _most_of(facts)), maxlen=0)
-    return tried
-
-
-def _begins_alike(ended: IteratedSampler, fresh: Callable[[], IteratedSampler]) -> bool:
-    """Whether a copy that was iterated to its end begins the next epoch as a fresh one does."""
-    with suppress(Exception):
-        return _beginning(ended, 1) == _beginning(fresh(), 1)
-    return False
-
-
-def _ends_alike(ended: IteratedSampler, fresh: IteratedSampler, order: UserSampler, facts: SamplerFacts) -> bool:
-    """Whether a copy that was iterated to its end holds after the next epoch what a fresh one does."""
-    with suppress(Exception):
-        held = []
-        for tried in (ended, fresh):
-            items = tried.begin(1, 0)
-            with tried.entered():
-                deque(islice(items, _most_of(facts, 1)), maxlen=0)
-            held.append(digest_of_contents(tried.sampler, order.dataset, of_copy=True))
-        return held[0] == held[1]
-    return False
-
-
-def _depends_on_told(fresh: Callable[[], IteratedSampler]) -> tuple[bool, bool]:
-    """Whether an epoch begins otherwise on a copy that was told of those before, and by how often it was told.
-
-    The second may not show it: a ``set_epoch`` that compares the epoch with the latest may do nothing at the first.
-    """
-    with suppress(Exception):
-        for epoch in (1, 2):
-            begins = partial(_beginning_when_told, fresh, epoch)
-            untold, once = begins(0), begins(1)
-            if once != untold and begins(0) == untold:
-                return True, begins(2) != once
-    return False, False
-
-
-def _hands_epoch_on(order: UserSampler, fresh: Callable[[], IteratedSampler]) -> bool:
-    """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
-    held = []
-    with suppress(Exception):
-        for epoch in range(2):
-            _beginning(fresh(), epoch)
-            held.append(surroundings_of(order.sampler, order.dataset))
-    return held[:1] != held[1:]
-
-
-def _beginning_when_told(fresh: Callable[[], IteratedSampler], epoch: int, times: int) -> list[str]:
-    """The beginning of an epoch on a copy that was told of each epoch before so many times."""
-    tried = fresh()
-    for before in range(epoch):
-        for _ in range(times):
-            tried.tell(before)
-    return _beginning(tried, epoch)
-
-
-def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[int]) -> int | None:
-    """The first of some epochs that begins otherwise on two equal copies, although they draw alike; None for none."""
-    started = time.perf_counter()
-    with suppress(Exception):
-        for epoch in epochs:
-            if time.perf_counter() - started > PATIENCE:
-                return None
-            if _beginning(one, epoch) != _beginning(other, epoch):
-                return epoch
-    return None
-
-
-def _beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any = None) -> list[str]:
-    items = tried.begin(epoch, 0, drawn, state)
-    with tried.entered():
-        return list(map(digest, islice(items, COMPARED)))
-
-
 def _leads_back(fresh: Callable[[], IteratedSampler], followed: _Followed) -> bool:
     """Whether a fresh copy goes on from a state as the copy that gave it did."""
     state, following = followed.state, followed.following
     with suppress(Exception):
-        return state is not None and _beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:STATE_STRIDE] == following
+        return state is not None and beginning(fresh(), 0, drawn=STATE_STRIDE, state=state)[:STATE_STRIDE] == following
     return False
 
 

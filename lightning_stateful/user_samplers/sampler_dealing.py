@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.rank_exchange import exchanged
-from lightning_stateful.user_samplers.sampler_check import COMPARED, PATIENCE, check_sampler
+from lightning_stateful.user_samplers.sampler_check import check_sampler
 from lightning_stateful.user_samplers.sampler_facts import Dealing
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
@@ -24,7 +24,7 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
-from lightning_stateful.user_samplers.sampler_trial import fresh_copy
+from lightning_stateful.user_samplers.sampler_trial import COMPARED, PATIENCE, fresh_copy
 from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 

@@ -23,6 +23,8 @@ class SamplerFacts:
         length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
         counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
         seconds: How long that took.
+        told_in: How long it took to tell it the epoch.
+        begins_in: How long it took to tell it the epoch, and to draw its first 64 items.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
         remembers_told: Whether what it yields depends on the epochs that it was told before.
@@ -45,6 +47,8 @@ class SamplerFacts:
     length: int | None = None
     counts_down: bool = False
     seconds: float = 0.0
+    told_in: float = 0.0
+    begins_in: float = 0.0
     asks: bool = False
     remembers: bool = False
     remembers_told: bool = False

@@ -238,8 +238,11 @@ class SamplerMemory:
         """Digests of what it holds, ``own``, and of what else may decide what it yields beside its earlier passes."""
         if order.is_known:
             return "", repr(order.parameters())
-        depends = order.facts.remembers and not order.facts.is_harmless
-        return "" if depends else own, repr(surroundings_of(order.sampler, order.dataset, known))
+        if not order.facts.remembers or order.facts.is_harmless:
+            return own, repr(surroundings_of(order.sampler, order.dataset, known))
+        # Its passes change its own lists, but not those of a copy from before them.
+        of = order.sampler if order.facts.fresh is None else order.facts.fresh
+        return "", repr(surroundings_of(of, order.dataset, known))
 
     def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""

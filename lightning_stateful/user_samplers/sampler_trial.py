@@ -1,15 +1,193 @@
-"""Copies of a user's sampler that are tried, and told of ranks as the sampler is."""
+"""Copies of a user's sampler, tried against one another: whether an epoch depends on those before it, and on what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy
+from lightning_stateful.user_samplers.sampler_copy import (
+    SamplerCopy,
+    digest_of_contents,
+    digest_of_generators,
+    surroundings_of,
+)
+from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, told
 from lightning_stateful.user_samplers.shared_objects import SharedObjects
+
+# Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
+COMPARED, MOST, MOST_ENDLESS = 64, 2**20, 2**14
+# Seconds of an epoch that is gone through again where that tells something; all ranks are simulated for less.
+QUICK, PATIENCE = 2.0, 20.0
+# Seconds in which an epoch is begun that is begun ten times, or twice, to be sure: it may take as long as a pass.
+_CHEAP, _BEARABLE = 0.05, 0.5
+
+
+class SamplerTrial:
+    """Goes on with copies of a sampler that has yielded its first epoch, and puts into its facts what that shows.
+
+    Args:
+        order: The sampler.
+        facts: Those of the first epoch.
+        fresh: Makes a copy of the sampler, or of the copy that it is given as ``sampler``.
+        is_unseen: Whether its code reaches what no digest tells.
+    """
+
+    def __init__(
+        self, order: UserSampler, facts: SamplerFacts, fresh: Callable[..., IteratedSampler], *, is_unseen: bool
+    ) -> None:
+        self._order, self._facts, self._fresh, self._is_unseen = order, facts, fresh, is_unseen
+        # Two copies that the first epoch has changed, and how the first of these has begun the next epoch.
+        self._ended: list[IteratedSampler] = []
+        self._next: list[str] | None = None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether to begin an epoch takes next to no time."""
+        return self._facts.begins_in <= _CHEAP
+
+    def go_on(self, ended: IteratedSampler) -> None:
+        """Try whether passes matter: whether a copy that a pass has changed goes on as a fresh one does.
+
+        They do not only if both yield the same in the next epoch, and hold the same behind it: else what they hold may
+        show in a later epoch.
+        """
+        facts = self._facts
+        self._ended = [self._fresh(sampler=ended.sampler) for _ in range(2)]
+        if facts.seconds <= QUICK:
+            with suppress(Exception):
+                self._next = beginning(self._ended[0], 1)
+                is_alike = not facts.unseen and self._next == beginning(self._fresh(), 1)
+                facts.is_harmless = is_alike and self._next == beginning(_left(self._fresh(), facts), 1)
+        facts.remembers = not (facts.is_harmless and self._ends_alike(ended))
+
+    def _ends_alike(self, ended: IteratedSampler) -> bool:
+        """Whether a copy that was iterated to its end holds after the next epoch what a fresh one does."""
+        with suppress(Exception):
+            held = []
+            for tried in (ended, self._fresh()):
+                items = tried.begin(1, 0)
+                with tried.entered():
+                    deque(islice(items, most_of(self._facts, 1)), maxlen=0)
+                held.append(self._held_by(tried))
+            return held[0] == held[1]
+        return False
+
+    def tell_epochs(self) -> None:
+        """Try whether ``set_epoch`` tells others of the epoch, and whether epochs told before matter.
+
+        Where it takes long, they count as if they did.
+        """
+        facts = self._facts
+        if facts.told_in > QUICK:
+            facts.remembers_told = True
+            return
+        facts.hands_epoch_on = self._hands_epoch_on()
+        facts.remembers_told, facts.adds_up = self._depends_on_told()
+
+    def _hands_epoch_on(self) -> bool:
+        """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
+        held = []
+        with suppress(Exception):
+            for epoch in range(2):
+                tried = self._fresh()
+                # It may tell others when it is iterated.
+                beginning(tried, epoch) if self.is_cheap else tried.tell(epoch)
+                held.append(surroundings_of(self._order.sampler, self._order.dataset))
+        return held[:1] != held[1:]
+
+    def _depends_on_told(self) -> tuple[bool, bool]:
+        """Whether an epoch begins otherwise on a copy that was told of those before, and by how often it was told.
+
+        The second may not show it: a ``set_epoch`` that compares the epoch with the latest may do nothing at the first.
+        """
+        shows_all = not (self._is_unseen or self._facts.hands_epoch_on)
+        with suppress(Exception):
+            for epoch in (1, 2) if self._facts.told_in <= _BEARABLE else (1,):
+                if shows_all and self._held_when_told(epoch, 0) == self._held_when_told(epoch, 1):
+                    # So it yields the same.
+                    continue
+                if self._facts.begins_in > _BEARABLE:
+                    return True, False
+                untold, once = self._begins_when_told(epoch, 0), self._begins_when_told(epoch, 1)
+                if once != untold and self._begins_when_told(epoch, 0) == untold:
+                    return True, self._begins_when_told(epoch, 2) != once
+        return False, False
+
+    def _told_before(self, epoch: int, times: int) -> IteratedSampler:
+        """A copy that was told of each epoch before so many times."""
+        tried = self._fresh()
+        for before in range(epoch):
+            for _ in range(times):
+                tried.tell(before)
+        return tried
+
+    def _begins_when_told(self, epoch: int, times: int) -> list[str]:
+        return beginning(self._told_before(epoch, times), epoch)
+
+    def _held_when_told(self, epoch: int, times: int) -> str:
+        tried = self._told_before(epoch, times)
+        tried.tell(epoch)
+        return self._held_by(tried)
+
+    def _held_by(self, tried: IteratedSampler) -> str:
+        held = digest_of_contents(tried.sampler, self._order.dataset, of_copy=True)
+        return held + digest_of_generators(tried.sampler)
+
+    def compare_copies(self) -> None:
+        """Look for an epoch that begins otherwise on two equal copies, although they draw alike."""
+        facts = self._facts
+        is_tried = self.is_cheap and (self._ended or self._order.has_set_epoch)
+        facts.apart_in = _first_apart(self._fresh(), self._fresh(), range(3 if is_tried else int(self._is_unseen)))
+        # Of one that goes on as a fresh one, three copies have begun the next epoch alike.
+        is_known = facts.is_harmless and not self.is_cheap
+        if facts.apart_in is None and self._ended and facts.begins_in <= _BEARABLE and not is_known:
+            # As the whole of the first epoch leaves it.
+            one, other = self._ended
+            with suppress(Exception):
+                begun = beginning(one, 1) if self._next is None else self._next
+                facts.apart_in = 1 if beginning(other, 1) != begun else None
+            if facts.apart_in is None and self.is_cheap:
+                facts.apart_in = _first_apart(one, other, [2])
+
+
+def most_of(facts: SamplerFacts, num_more: int = 0) -> int:
+    """The items that ``len`` says, and ``num_more``, at most as many as are looked at of an epoch that may not end."""
+    return MOST_ENDLESS if facts.says is None else min(facts.says + num_more, MOST)
+
+
+def beginning(tried: IteratedSampler, epoch: int, *, drawn: int = 0, state: Any = None) -> list[str]:
+    """Digests of the first items of an epoch, or of those that come after a state."""
+    items = tried.begin(epoch, 0, drawn, state)
+    with tried.entered():
+        return list(map(digest, islice(items, COMPARED)))
+
+
+def _left(tried: IteratedSampler, facts: SamplerFacts) -> IteratedSampler:
+    """A copy that was iterated up to its last item, where Lightning leaves one with a length."""
+    with suppress(Exception):
+        items = tried.begin(0, 0)
+        with tried.entered():
+            deque(islice(items, most_of(facts)), maxlen=0)
+    return tried
+
+
+def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[int]) -> int | None:
+    """The first of some epochs that begins otherwise on two equal copies, although they draw alike; None for none."""
+    started = time.perf_counter()
+    with suppress(Exception):
+        for epoch in epochs:
+            if time.perf_counter() - started > PATIENCE:
+                return None
+            if beginning(one, epoch) != beginning(other, epoch):
+                return epoch
+    return None
 
 
 def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None, sampler: Any = None) -> IteratedSampler:

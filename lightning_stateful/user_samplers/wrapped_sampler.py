@@ -30,7 +30,7 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.sampler_check import PATIENCE, check_sampler, has_own_state, sequence_now
+from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
@@ -38,7 +38,7 @@ from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memor
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.user_samplers.sampler_trial import length_when_told
+from lightning_stateful.user_samplers.sampler_trial import PATIENCE, length_when_told
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {

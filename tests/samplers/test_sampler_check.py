@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shelve
+import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -294,3 +295,72 @@ def test_what_a_pass_changes_in_its_dataset_is_named_where_it_is_no_cache(
         UnsupportedLoaderError, match=rf"ByClass changes `Labelled\.passes` while it is iterated, .*{why}"
     ):
         _ = WrappedSampler(ByClass(data, key), dataset=data).facts
+
+
+class PlansIn(Sampler[int]):
+    """Takes a tenth of a second to plan an epoch, and writes a line each time into a file."""
+
+    def __init__(self, path: str) -> None:
+        self.order, self.epoch, self.passes, self.path = list(range(30)), 0, 0, path
+
+    def plan(self, epoch: int) -> list[int]:
+        with Path(self.path).open("a") as file:
+            file.write("planned\n")
+        time.sleep(0.1)
+        return random.Random(epoch).sample(range(30), 30)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.plan(self.epoch))
+
+
+class PlansWhenTold(PlansIn):
+    """Plans in ``set_epoch``."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = self.plan(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class KnowsEpoch(PlansIn):
+    """Plans by the epoch that it was told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class CountsPasses(PlansIn):
+    """Plans by how often it was iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(self.plan(self.passes))
+
+
+class KeepsPlan(PlansIn):
+    """Keeps what it has planned."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = self.plan(0)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "remembers"),
+    [
+        (PlansIn, 1, False),
+        (KnowsEpoch, 1, False),
+        # In its trial, for two epochs, and for each of two others behind none and all of those before.
+        (PlansWhenTold, 1 + 2 + 3 + 4, False),
+        (CountsPasses, 4, True),
+        (KeepsPlan, 7, False),
+    ],
+)
+def test_one_that_takes_long_to_plan_an_epoch_plans_few_before_training(
+    make: type[PlansIn], most: int, remembers: bool, tmp_path: Path
+) -> None:
+    facts = WrappedSampler(make(str(tmp_path / "plans"))).facts
+
+    assert (facts.remembers, facts.hands_epoch_on, facts.apart_in) == (remembers, False, None)
+    assert len((tmp_path / "plans").read_text().split()) == most
