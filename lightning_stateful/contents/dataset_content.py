@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from os import PathLike, fspath
@@ -51,14 +51,22 @@ def content_of(dataset: Any) -> dict[str, str]:
     return {name: digest for name, digest in sorted(found.items()) if digest}
 
 
-def named_files(dataset: Any) -> dict[str, str]:
-    """Digest the lists of strings and paths that an iterable dataset holds, such as those of its files.
+def named_files(datasets: Iterable[Any]) -> dict[str, str]:
+    """Digest the lists of strings and paths that iterable datasets hold, such as those of their files.
 
     Left out is whatever has changed since this process first looked, as by a pass that shuffles its list in place.
 
+    Args:
+        datasets: A dataset, and those that it holds.
+
     Returns:
-        Digests by the name of the attribute.
+        Digests by the name of the attribute, over all of them.
     """
+    files = _joined([_unchanged(dataset, _files_of(dataset)) for dataset in datasets])
+    return {name: digest for name, digest in files.items() if digest}
+
+
+def _files_of(dataset: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in attributes_of(dataset).items():
         is_list = type(value) in (list, tuple) and len(value) > 0
@@ -66,7 +74,7 @@ def named_files(dataset: Any) -> dict[str, str]:
             # What cannot be digested is not compared.
             with suppress(Exception):
                 found[name] = _digest_of(value)
-    return {name: digest for name, digest in _unchanged(dataset, found).items() if digest}
+    return found
 
 
 def content_now(dataset: Any) -> dict[str, str]:

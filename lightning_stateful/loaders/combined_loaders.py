@@ -100,6 +100,23 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
+    def files_of_this_rank(self) -> dict[str, dict[str, str]]:
+        """Digests, by path, of the lists of files that iterable datasets hold: each rank may have its own."""
+        orders: dict[str, Any] = {path: loader.order for path, loader in self.loaders.items()}
+        return {path: order.files for path, order in orders.items() if order.kind == "iterable"}
+
+    def note_files(self, of_ranks: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+        """Let states hold the files of all ranks.
+
+        Args:
+            of_ranks: The result of :meth:`files_of_this_rank` on each rank.
+        """
+        for path in self.files_of_this_rank():
+            if any(files := [of_rank[path] for of_rank in of_ranks]):
+                config, joined = self.loaders[path].tracker.config, _by_rank(files)
+                content = joined if isinstance(joined, Mapping) else {"files": joined}
+                config["dataset"] = {**config["dataset"], "content": content}
+
     def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
         """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.
 

@@ -30,6 +30,9 @@ class IterableOrder(StreamReader):
     """Reads an iterable dataset as torch does: every epoch begins it by ``iter()``, as it stands.
 
     With ``steps_per_epoch`` an epoch goes on where the last has ended, and ``iter()`` begins the dataset where it ends.
+
+    Attributes:
+        files: Digests, by attribute, of the lists of files that the dataset names in this process.
     """
 
     kind: ClassVar[str] = "iterable"
@@ -58,7 +61,7 @@ class IterableOrder(StreamReader):
         if gives_batches:
             self.items = "batches"
             self._warn_of_drawn_orders()
-        self._files = {name: digest for part in parts_of(self.dataset) for name, digest in named_files(part).items()}
+        self.files = named_files(parts_of(self.dataset))
         self._built = digest_of_dataset(self.dataset) if self.settings.counts_passes else ""
         # Nothing of the dataset that lives on in workers is set from here.
         is_watched = self.begins_anew and self.settings.is_checked
@@ -79,11 +82,11 @@ class IterableOrder(StreamReader):
     def config(self) -> dict[str, Any]:
         """The settings that determine the batches, and the files that the dataset names, on a single rank.
 
-        Of several ranks each may have files of its own, and a state is equal on all.
+        Of several ranks each may have files of its own, and a state is equal on all: a Trainer's ranks exchange them.
         """
         described = super().config()
-        if self._files and self.topology.num_replicas == 1 and os.environ.get("WORLD_SIZE", "1") == "1":
-            described["dataset"] = {**described["dataset"], "content": self._files}
+        if self.files and self.topology.num_replicas == 1 and os.environ.get("WORLD_SIZE", "1") == "1":
+            described["dataset"] = {**described["dataset"], "content": self.files}
         return described
 
     def describe(self) -> str:

@@ -190,6 +190,8 @@ class TrainLoaders:
         )
         if own := data.combined.configs_of_this_rank():
             data.combined.note_ranks(gathered(own))
+        if (files := data.combined.files_of_this_rank()) and trainer.world_size > 1:
+            data.combined.note_files(gathered(files))
         return data
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from support.iterable_cases import (
     ToldWithState,
 )
 from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ShardError, StatefulWarning, StateMismatchError
@@ -208,6 +208,28 @@ def test_a_list_of_files_that_passes_shuffle_in_place_is_not_compared_in_their_p
 
     patch_dataloader(DataLoader(Files(list("abcd"), shuffle=True), batch_size=2)).load_state_dict(state)
     patch_dataloader(DataLoader(dataset, batch_size=2)).load_state_dict(loader.state_dict())
+
+
+class Joined(IterableDataset[Any]):
+    """One dataset after another."""
+
+    def __init__(self, *parts: Files) -> None:
+        self.parts = list(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.parts)
+
+
+@pytest.mark.parametrize("files", [("ax", "cd"), ("ab", "dc"), ("ab", "cx")])
+def test_files_of_each_of_several_datasets_in_one_are_compared(files: tuple[str, str]) -> None:
+    def loader(*files: str) -> Any:
+        return patch_dataloader(DataLoader(Joined(*(Files(list(of)) for of in files)), batch_size=2))
+
+    saved = loader("ab", "cd")
+    assert list(islice(saved, 2))
+    loader("ab", "cd").load_state_dict(saved.state_dict())
+    with pytest.raises(StateMismatchError, match=r"dataset\.content\.files: saved"):
+        loader(*files).load_state_dict(saved.state_dict())
 
 
 def nested(loader: Any) -> Any:

@@ -23,7 +23,7 @@ from support.ranks import Ranks
 from support.runs import ended, numbers_module, quiet_trainer, stopped, train
 from support.stream_runs import SIZES, chunks
 from support.stream_runs import module as stream_module
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from lightning_stateful import DDPSamplerWrapper, StatefulDataCallback, StatefulDataModule
 from lightning_stateful.errors import RankMismatchError, StatefulWarning, StateMismatchError
@@ -410,3 +410,42 @@ def test_other_content_is_refused_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
         train(lambda: numbers_module(train=Numbers(22, first=7)), ckpt_path=ranks.folder / "content.ckpt")
     train(numbers_module, ckpt_path=ranks.folder / "content.ckpt")
+
+
+class OfFiles(IterableDataset[Any]):
+    """Gives three samples of each of its files."""
+
+    def __init__(self, files: list[int]) -> None:
+        self.files = [f"{file}.tar" for file in files]
+
+    def __iter__(self) -> Iterator[Any]:
+        for file in self.files:
+            for number in range(3):
+                yield {"id": int(file[:-4]) * 3 + number, "x": torch.ones(4)}
+
+
+def with_other_files(folder: Path) -> list[str]:
+    """What is said on a resume with the same files, with others on one rank, and in another order on all."""
+
+    def loader(of_ranks: list[list[int]]) -> Any:
+        return DataLoader(OfFiles(of_ranks[rank()]), batch_size=2)
+
+    def saved(*of_ranks: list[int]) -> Callable[[], Any]:
+        return partial(loader, list(of_ranks))
+
+    own, path = [[0, 2, 4], [1, 3, 5]], folder / "files.ckpt"
+    stopped(path, saved(*own), run=run, batch=2, max_epochs=1, callbacks=[StatefulDataCallback()])
+    said = []
+    for files in (own, [own[0], [1, 5, 3]], [[0, 2, 6], own[1]], own[::-1]):
+        try:
+            run(saved(*files), callbacks=[StatefulDataCallback()], ckpt_path=path, max_epochs=1)
+            said.append("exact")
+        except StateMismatchError as error:
+            said.append(str(error))
+    return said
+
+
+def test_files_of_their_own_are_compared_rank_by_rank(ranks: Ranks) -> None:
+    for same, *others in ranks.of(with_other_files):
+        assert same == "exact"
+        assert all("dataset.content.files: saved [" in other for other in others), others
