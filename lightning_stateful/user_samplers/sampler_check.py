@@ -100,8 +100,7 @@ def _facts_of(
     is_changed = {*left, contents()} != {before}
     is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
     trial = SamplerTrial(order, facts, fresh, is_unseen=is_unseen)
-    if is_changed:
-        trial.go_on(tried)
+    trial.go_on(tried, is_changed=is_changed)
     if order.has_set_epoch and facts.seconds <= QUICK:
         trial.tell_epochs()
         facts.remembers = facts.remembers or facts.remembers_told

@@ -43,7 +43,7 @@ class SamplerTrial:
         self, order: UserSampler, facts: SamplerFacts, fresh: Callable[..., IteratedSampler], *, is_unseen: bool
     ) -> None:
         self._order, self._facts, self._fresh, self._is_unseen = order, facts, fresh, is_unseen
-        # Two copies that the first epoch has changed, and how the first of these has begun the next epoch.
+        # Two copies of one that the first epoch has changed, and how that has begun the next epoch.
         self._ended: list[IteratedSampler] = []
         self._next: list[str] | None = None
 
@@ -52,17 +52,26 @@ class SamplerTrial:
         """Whether to begin an epoch takes next to no time."""
         return self._facts.begins_in <= _CHEAP
 
-    def go_on(self, ended: IteratedSampler) -> None:
-        """Try whether passes matter: whether a copy that a pass has changed goes on as a fresh one does.
+    def go_on(self, ended: IteratedSampler, *, is_changed: bool) -> None:
+        """Try whether passes matter: whether a copy that has gone through the first epoch goes on as a fresh one does.
 
-        They do not only if both yield the same in the next epoch, and hold the same behind it: else what they hold may
-        show in a later epoch.
+        Where the pass has changed it, they do not only if both also hold the same behind the next epoch: else what they
+        hold may show in a later one. What it does not hold, as in a cache by ``functools``, may matter without that.
+
+        Args:
+            ended: The copy.
+            is_changed: Whether the pass has changed what it holds.
         """
         facts = self._facts
+        if not is_changed:
+            with suppress(Exception):
+                if self.is_cheap and (fresh := beginning(self._fresh(), 1)) != beginning(ended, 1):
+                    facts.remembers = fresh == beginning(self._fresh(), 1)
+            return
         self._ended = [self._fresh(sampler=ended.sampler) for _ in range(2)]
         if facts.seconds <= QUICK:
             with suppress(Exception):
-                self._next = beginning(self._ended[0], 1)
+                self._next = beginning(ended, 1)
                 is_alike = not facts.unseen and self._next == beginning(self._fresh(), 1)
                 facts.is_harmless = is_alike and self._next == beginning(_left(self._fresh(), facts), 1)
         facts.remembers = not (facts.is_harmless and self._ends_alike(ended))
@@ -145,16 +154,17 @@ class SamplerTrial:
         facts = self._facts
         is_tried = self.is_cheap and (self._ended or self._order.has_set_epoch)
         facts.apart_in = _first_apart(self._fresh(), self._fresh(), range(3 if is_tried else int(self._is_unseen)))
-        # Of one that goes on as a fresh one, three copies have begun the next epoch alike.
-        is_known = facts.is_harmless and not self.is_cheap
-        if facts.apart_in is None and self._ended and facts.begins_in <= _BEARABLE and not is_known:
-            # As the whole of the first epoch leaves it.
-            one, other = self._ended
+        if facts.apart_in is not None or not self._ended:
+            return
+        # As the whole of the first epoch leaves it.
+        one, other = self._ended
+        if self.is_cheap:
+            facts.apart_in = _first_apart(one, other, range(1, 3))
+        elif facts.begins_in <= _BEARABLE and not facts.is_harmless:
+            # Of one that goes on as a fresh one, three copies have begun the next epoch alike.
             with suppress(Exception):
-                begun = beginning(one, 1) if self._next is None else self._next
-                facts.apart_in = 1 if beginning(other, 1) != begun else None
-            if facts.apart_in is None and self.is_cheap:
-                facts.apart_in = _first_apart(one, other, [2])
+                began = beginning(one, 1)
+                facts.apart_in = 1 if began != self._next and began != beginning(other, 1) else None
 
 
 def most_of(facts: SamplerFacts, num_more: int = 0) -> int:

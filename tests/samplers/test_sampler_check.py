@@ -7,7 +7,7 @@ import random
 import shelve
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,20 @@ class Told(Sampler[int]):
         return iter(self.order)
 
 
+class Half(Sampler[int]):
+    """Draws half of the samples once, and keeps to them by a cache that none of its attributes shows."""
+
+    @lru_cache  # noqa: B019  # as users write it
+    def half(self) -> list[int]:
+        return random.sample(range(30), 15)
+
+    def __len__(self) -> int:
+        return 15
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.half())
+
+
 def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
     sampler = Counts(200, log=[])
     order = WrappedSampler(sampler)
@@ -98,6 +112,7 @@ def test_the_sampler_itself_is_not_iterated_and_a_copy_once() -> None:
         (theirs.ShufflesInPlace, True, False),
         (lambda: theirs.Proxy(theirs.CountsEpochs()), True, False),
         (lambda: theirs.KeepsItsPlace(9), True, False),
+        (Half, True, False),
         (theirs.Fails, True, False),
         (lambda: iter(range(5)), True, False),
         (lambda: (n for n in range(3)), True, False),
