@@ -1,4 +1,4 @@
-"""States of the torchmetrics objects that a LightningModule holds, which Lightning does not save.
+"""States of the torchmetrics objects that a LightningModule or a callback holds, which Lightning does not save.
 
 Lightning resets those that ``self.log`` is given at the end of an epoch or validation. Others, such as the best value
 of a run, last until their module resets them.
@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
+from lightning_stateful.samplers.attributes import LIGHTNINGS, attributes_of, package_of
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # What MinMaxMetric and Running of torchmetrics keep beside their states.
@@ -26,7 +27,7 @@ MetricState = tuple[dict[str, Any] | None, int]
 
 
 class MetricStates:
-    """Copies the states of a module's torchmetrics objects, by their names in it, and puts them back."""
+    """Copies the states of torchmetrics objects, by their names in the module or callback, and puts them back."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] | None = None
@@ -58,7 +59,7 @@ class MetricStates:
         """Put saved states back, now, and before the next epoch those that ``on_train_start`` has reset.
 
         Warns:
-            StatefulWarning: The module has no such object.
+            StatefulWarning: There is no such object.
         """
         self._restore(trainer, saved)
         # A collection compares the states of its metrics once, after their first update, and shares equal ones for
@@ -67,22 +68,23 @@ class MetricStates:
             if sorted(key for group in groups.get(name, ()) for key in group) == sorted(collection.keys(True)):
                 collection._groups = {number: [*group] for number, group in enumerate(groups[name])}
                 collection._groups_checked = True
-        if missing := sorted(saved.keys() - self._in_module(trainer).keys()):
+        if missing := sorted(saved.keys() - self._all(trainer).keys()):
             rank_zero_warn(
-                f"The checkpoint has states of the torchmetrics objects {', '.join(missing)}, and the module has no "
-                "such objects: what they had summed up is lost. Make them in __init__, under the same names.",
+                f"The checkpoint has states of the torchmetrics objects {', '.join(missing)}, and neither the module "
+                "nor a callback has such objects: what they had summed up is lost. Make them in __init__, under the "
+                "same names.",
                 category=StatefulWarning,
             )
         # Where nobody stops it, a run calls on_train_start once, before it has summed up anything.
         call_before_epochs(trainer, partial(self._restore_reset, trainer, dict(saved)))
 
     def _restore_reset(self, trainer: pl.Trainer, saved: dict[str, Any]) -> None:
-        reset = [name for name, one in self._in_module(trainer).items() if not one.update_called]
+        reset = [name for name, one in self._all(trainer).items() if not one.update_called]
         self._restore(trainer, {name: saved[name] for name in reset if name in saved})
         saved.clear()
 
     def _restore(self, trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
-        present = self._in_module(trainer)
+        present = self._all(trainer)
         for name, one in saved.items():
             if name in present and one["states"] is not None:
                 metric = present[name]
@@ -90,22 +92,28 @@ class MetricStates:
                     setattr(metric, state, _moved(value, metric.device))
                 metric._update_count, metric._computed = one["count"], None
 
-    def _in_module(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _all(self, trainer: pl.Trainer) -> dict[str, Any]:
         if self._metrics is None:
-            modules = trainer.lightning_module.named_modules()
-            self._metrics = {name: module for name, module in modules if _is_metric(module)}
+            held = {"": trainer.lightning_module, **_modules_of_callbacks(trainer)}
+            found = {
+                f"{of}.{name}".strip("."): module for of, one in held.items() for name, module in one.named_modules()
+            }
+            # One that the module holds too has its name there.
+            first = {id(module): name for name, module in reversed(found.items())}
+            self._metrics = {name: module for name, module in found.items() if first[id(module)] == name}
+            self._metrics = {name: module for name, module in self._metrics.items() if _is_metric(module)}
         return self._metrics
 
     def _kept(self, trainer: pl.Trainer, *, running: bool = True) -> dict[str, Any]:
         """The objects without those that Lightning resets when the present hook is over."""
-        metrics = self._in_module(trainer)
+        metrics = self._all(trainer)
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         ends = ([] if running else [epoch_loop]) + ([epoch_loop.val_loop] if trainer.validating else [])
         logged = {id(one.value) for loop in ends for one in loop._results.values() if not one.is_tensor}
         return {name: one for name, one in metrics.items() if id(one) not in logged} if logged else metrics
 
     def _collections_in(self, trainer: pl.Trainer) -> list[tuple[str, Any]]:
-        modules = trainer.lightning_module.named_modules() if self._in_module(trainer) else ()
+        modules = trainer.lightning_module.named_modules() if self._all(trainer) else ()
         return [(name, module) for name, module in modules if hasattr(type(module), "compute_groups")]
 
 
@@ -130,6 +138,18 @@ def _copy_of(state: Any) -> Any:
 def _beside(metric: Any) -> dict[str, Any]:
     of_torchmetrics = any(kind.__module__.startswith("torchmetrics.wrappers.") for kind in type(metric).__mro__)
     return {name: vars(metric)[name] for name in _BESIDE if name in vars(metric)} if of_torchmetrics else {}
+
+
+def _modules_of_callbacks(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
+    """The modules that callbacks of the user's hold as attributes, such as torchmetrics objects, by their names."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    users = [one for one in callbacks if package_of(type(one)) not in (*LIGHTNINGS, "lightning_stateful")]
+    return {
+        f"{type(callback).__qualname__}.{name}": value
+        for callback in users
+        for name, value in attributes_of(callback).items()
+        if isinstance(value, torch.nn.Module) and value is not trainer.lightning_module
+    }
 
 
 def _is_metric(module: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.ledger import LedgerModel
 from support.runs import (
     assert_goes_on_from_every_moment,
@@ -108,5 +108,25 @@ class Tracked(LedgerModel):
 
 def test_an_object_that_a_resumed_module_lacks_is_named(tmp_path: Path) -> None:
     stopped(tmp_path / "x.ckpt", run=training(Tracked), hook="on_train_epoch_end")
-    with pytest.warns(StatefulWarning, match=r"objects tracker\.1, and the module has no such"):
+    with pytest.warns(StatefulWarning, match=r"objects tracker\.1, and neither the module"):
         train(ckpt_path=tmp_path / "x.ckpt", model=seeded(Tracked), max_epochs=2)
+
+
+class Watches(Callback):
+    """Sums up what it sees of a run in a torchmetrics object of its own."""
+
+    def __init__(self) -> None:
+        self.seen, self.of_epochs = SumMetric(), MetricCollection({"first": MaxMetric()})
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.update(float(batch_idx))
+        self.of_epochs.update(float(trainer.current_epoch))
+        batch["x"] = batch["x"] * (1 + self.seen.compute() + self.of_epochs.compute()["first"]) / 50
+
+
+@pytest.mark.parametrize("moment", [{"batch": 4}, {"hook": "on_train_epoch_end"}], ids=str)
+def test_objects_of_a_callback_go_on_as_those_of_the_module(tmp_path: Path, moment: dict[str, Any]) -> None:
+    run, path = training(LedgerModel), tmp_path / "x.ckpt"
+    whole = run(callbacks=[Watches()], max_epochs=2)
+    stopped(path, run=run, **moment, callbacks=[Watches()])
+    assert_same_end(run(ckpt_path=path, seed=99, callbacks=[Watches()], max_epochs=2), whole)
