@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -186,6 +186,12 @@ def refuse(stage: Any, num_shards: int) -> None:
             f"{word}({stage.n}) was called after split_dataset_by_node, which makes it count in each of the "
             f"{num_shards} shards. Leave split_dataset_by_node out: ranks are dealt their shards by this package."
         )
+    if num_shards > 1 and word == "repeat" and stage.num_times is None:
+        raise ConfigurationError(
+            f"repeat(None) would read one of the {num_shards} shards for ever and never come to the others, as each is "
+            "read by itself. Leave it out: every epoch begins the data anew, and Trainer(max_epochs=-1, max_steps=...) "
+            "ends by steps. Of datasets that are mixed, MixedStream begins each anew where it ends."
+        )
     if num_shards > 1 and "add_column_fn" in map(_name_of, _functions_of(stage)):
         raise ConfigurationError(
             f"add_column counts rows from 0 in each of the {num_shards} shards, so that all but the first would get "
@@ -212,15 +218,21 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
         yield f"{word} works on each of the {num_shards} shards by itself, as in Hugging Face's workers: {apart}."
 
 
-def note_of(stages: Iterable[Any], num_shards: int) -> str:
-    """A sentence on functions that may give other rows where the batches that they are given are others."""
-    is_batched = any(getattr(stage, "batched", False) and runs_users_code(stage) for stage in stages)
-    if num_shards == 1 or not is_batched:
+def note_of(stages: Sequence[Any], num_shards: int) -> str:
+    """Sentences on what each shard gives by itself otherwise than the whole dataset would."""
+    if num_shards == 1:
         return ""
-    return (
-        f"map(batched=True) is given the rows of each of the {num_shards} shards by itself: a function that joins "
-        "rows, or cuts them into blocks, gives other rows than over the whole dataset."
-    )
+    said = [
+        f"repeat({stage.num_times}) reads each of the {num_shards} shards as often in a row."
+        for stage in stages
+        if class_of(stage).word == "repeat"
+    ]
+    if any(getattr(stage, "batched", False) and runs_users_code(stage) for stage in stages):
+        said.append(
+            f"map(batched=True) is given the rows of each of the {num_shards} shards by itself: a function that joins "
+            "rows, or cuts them into blocks, gives other rows than over the whole dataset."
+        )
+    return " ".join(said)
 
 
 def _apart(stage: Any) -> str:

@@ -574,6 +574,15 @@ class TestWhatIsRefused:
         whole = HuggingFaceShards(hf.stream("arrow", tmp_path, (4,)).add_column("label", [3, 2, 1, 0]))
         assert [sample["label"] for sample in _read(whole, 0, 0)] == [3, 2, 1, 0]
 
+    def test_one_of_several_shards_that_is_repeated_without_end(self, tmp_path: Path) -> None:
+        ds, other = hf.stream("arrow", tmp_path, (2, 2)), hf.stream("arrow", tmp_path, (2, 3), name="other")
+        mixed = interleave_datasets([ds.repeat(None), other.repeat(None)], probabilities=[0.5, 0.5], seed=0)
+        for dataset in (ds.repeat(None), ds.repeat(None).map(hf.plus), mixed):
+            with pytest.raises(ConfigurationError, match=r"repeat\(None\) would read one of the 2 shards for ever"):
+                HuggingFaceShards(dataset)
+
+        HuggingFaceShards(hf.stream("arrow", tmp_path, (4,)).repeat(None))
+
     @pytest.mark.parametrize("name", ["take", "skip"])
     def test_counts_that_were_meant_for_one_node(self, name: str, tmp_path: Path) -> None:
         dataset = getattr(split_dataset_by_node(hf.stream("arrow", tmp_path, (2, 2)), 0, 2), name)(2)
@@ -609,6 +618,7 @@ class TestWhatIsSaid:
         assert "the rows of each of the" in HuggingFaceShards(batched).note
         assert "a function that joins rows" in patch_dataloader(DataLoader(batched, batch_size=2)).order.describe()
         assert not HuggingFaceShards(by_row).note
+        assert "repeat(2) reads each of the 4 shards as often in a row" in HuggingFaceShards(stream.repeat(2)).note
 
     @pytest.mark.parametrize(
         ("file", "named"),
