@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -13,18 +12,14 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
-from lightning_stateful.contents.dataset_content import bytes_of
-from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, package_of
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 # Values that a batch is compared by, and those of an array in it.
 _MOST_VALUES, _MOST_DIGESTED = 10_000, 65_536
-# Batches after which a ``collate_fn`` is looked at no more, and the changes by which one carries something over.
-_NUM_LOOKS, _LEAST_CHANGES, _LEAST_REPLACED, _MOST_WATCHED = 6, 4, 2, 512
 _PLAIN: tuple[Any, ...] = tuple(BUILT_IN)
 _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
@@ -233,93 +228,3 @@ def is_untouched(before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return False
     return all(one is other or (type(one) is int and one == other) for one, other in zip(before, now, strict=True))
-
-
-class CollateWatch:
-    """Looks at what a ``collate_fn`` holds before and after each of the first batches that a process collates.
-
-    A list, deque, string, tuple or tensor that nearly every one of them changes, and not only adds to, is carried over,
-    as a buffer of tokens is. What is only added to is a cache, or counts. Nothing of the function's is called.
-
-    Args:
-        collate_fn: The function, or an object that is called.
-
-    Attributes:
-        is_over: Whether nothing is looked at any more.
-    """
-
-    def __init__(self, collate_fn: Any) -> None:
-        self._collate_fn = collate_fn
-        self.is_over = False
-        self._num_looks = 0
-        self._before: dict[str, bytes] | None = None
-        # Kept, so that no other tensor gets its id.
-        self._held: Any = None
-        # By the way to a container: whether each change of it did more than add.
-        self._changes: dict[str, list[bool]] = {}
-
-    def before(self) -> None:
-        """The samples of a batch are read, and will be collated."""
-        self._before = self._contents()
-
-    def after(self) -> None:
-        """The batch has been collated.
-
-        Warns:
-            StatefulWarning: The function carries something over; once, in the first worker.
-        """
-        if self._before is None:
-            return
-        before, held, self._num_looks = self._before, self._held, self._num_looks + 1
-        now = self._contents()
-        del held
-        self._before = None
-        for name in now.keys() | before.keys():
-            was, is_now = before.get(name, b""), now.get(name, b"")
-            if was != is_now:
-                self._changes.setdefault(name, []).append(not is_now.startswith(was))
-        if self._num_looks < _NUM_LOOKS:
-            return
-        self.is_over, self._held = True, None
-        changes = self._changes.items()
-        found = [name for name, of in changes if len(of) >= _LEAST_CHANGES and sum(of) >= _LEAST_REPLACED]
-        worker = get_worker_info()
-        if found and (worker is None or worker.id == 0):
-            self._warn(min(found, key=len))
-
-    def around(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        """Collate samples, and look before and after."""
-        if self.is_over:
-            return collate(samples)
-        self.before()
-        batch = collate(samples)
-        self.after()
-        return batch
-
-    def _contents(self) -> dict[str, bytes]:
-        self._held = HeldState(self._collate_fn)
-        return {name: _content(value) for name, value in self._held.containers().items()}
-
-    def _warn(self, name: str) -> None:
-        function = self._collate_fn
-        called = getattr(function, "__qualname__", type(function).__qualname__)
-        words = [word for word in name.split(".") if word.isidentifier() and not word.startswith("__")]
-        warnings.warn(
-            f"The collate_fn {called} carries {words[-1] if words else 'something'!r} over from batch to batch. No "
-            "checkpoint has it, so a resume begins with an empty one, and is not exact. Join or pack samples in a "
-            "stream in its place (StreamDataModule): what that has read ahead is resumed.",
-            StatefulWarning,
-            stacklevel=2,
-        )
-
-
-def _content(value: Any) -> bytes:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        # Memory that is written again for each batch is no buffer; another tensor in its place is.
-        return f"#{id(value)}#".encode()
-    if isinstance(value, (dict, set)):
-        value = [key for key in value if isinstance(key, (str, int, tuple))]
-    if isinstance(value, (list, tuple, deque)):
-        # Longer ones have another beginning, too, where they are consumed.
-        return b"".join(b"|" + b"".join(bytes_of(item)) for item in list(value)[:_MOST_WATCHED])
-    return value.encode(errors="surrogatepass") if isinstance(value, str) else bytes(value)

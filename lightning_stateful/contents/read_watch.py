@@ -76,6 +76,9 @@ class ReadWatch:
         keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
+    _while, _if = "samples are read", "samples depend on it"
+    _remedy = "derive it from the index and the epoch"
+
     def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
         self._dataset, self._keeps = dataset, keeps
         self._is_over, self._kept = False, KeptSamples(dataset, _held)
@@ -115,13 +118,16 @@ class ReadWatch:
             return read()
         before = self._snapshot()
         samples = read()
-        if found := self._look(before, self._snapshot()):
+        self._end_look(self._look(before, self._snapshot()))
+        return samples
+
+    def _end_look(self, found: list[_Name]) -> None:
+        if found:
             self._warn(found)
         self._is_over = self._is_over or self._num_looks >= _NUM_LOOKS
         if self._is_over:
             # Nothing of the user's is kept alive.
             self._changes = {}
-        return samples
 
     def _snapshot(self) -> dict[_Name, Any]:
         try:
@@ -149,14 +155,20 @@ class ReadWatch:
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""
-        is_moving, is_number = (isinstance(changes[-1][1], kinds) for kinds in (_Moving, (int, float)))
-        if not self._is_often(len(changes), is_counted=is_moving or is_number) or not (
+        latest = changes[-1][1]
+        is_moving, is_number = isinstance(latest, _Moving), isinstance(latest, (int, float))
+        if not self._is_often(len(changes), is_counted=self._is_moved(latest)) or not (
             is_moving or _is_count_or_queue(changes)
         ):
             return False
         used = _uses(self._dataset, name)
         # A number that is set, and not counted up, is mostly the index in hand.
         return used.uses and (used.counts or not is_number)
+
+    @staticmethod
+    def _is_moved(value: Any) -> bool:
+        """Whether this is a number or the position of an iterator."""
+        return isinstance(value, (_Moving, int, float))
 
     def _is_often(self, num_changes: int, *, is_counted: bool) -> bool:
         least = _LEAST_COUNTED if is_counted else _LEAST_CHANGES
@@ -175,8 +187,8 @@ class ReadWatch:
         worker = get_worker_info()
         if worker is None or worker.id == 0:
             warnings.warn(
-                f"{names[0].holder} changes {_joined(names)} whenever samples are read. No checkpoint has that. If "
-                "samples depend on it, a resume is not exact: derive it from the index and the epoch.",
+                f"{names[0].holder} changes {_joined(names)} whenever {self._while}. No checkpoint has that. If "
+                f"{self._if}, a resume is not exact: {self._remedy}.",
                 StatefulWarning,
                 stacklevel=2,
             )

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_stateful.contents.held_state import CollateWatch, HeldState
+from lightning_stateful.contents.collate_watch import CollateWatch
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.contents.read_watch import ReadWatch, moved_for_good
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed

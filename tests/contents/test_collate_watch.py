@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,82 @@ def test_a_buffer_is_warned_of_once_by_name(collate: Any, name: str) -> None:
     assert "StreamDataModule" in warning
 
 
+class Resizes:
+    """Chooses another size every third batch, as detectors are trained, and cuts more from batch to batch."""
+
+    def __init__(self) -> None:
+        self.count, self.size, self.turns = 0, 4, count()
+
+    def __call__(self, samples: Any) -> Any:
+        if self.count % 3 == 0:
+            self.size = random.choice(range(4, 9))
+        self.count += 1
+        return [sample[: self.size] for sample in samples]
+
+    def by_turns(self, samples: Any) -> Any:
+        return next(self.turns) % 2, len(samples)
+
+
+NUMBER = 0
+
+
+def counts_globally(samples: Any) -> Any:
+    global NUMBER
+    NUMBER += 1
+    return len(samples), NUMBER / 100
+
+
+def counts_in_closure() -> Any:
+    number = 0
+
+    def collate(samples: Any) -> Any:
+        nonlocal number
+        number += 1
+        return samples[: 1 + number % 3]
+
+    return collate
+
+
+class CountsBatches(Caching):
+    """Has a ``collate_fn`` that counts batches, and says now and then how many there were."""
+
+    batches = said = 0
+
+    def collate(self, samples: Any) -> Any:
+        self.batches += 1
+        if self.batches % 5 == 0:
+            print(self.batches)
+        return [len(sample) for sample in samples]
+
+    def warm_up(self, samples: Any) -> Any:
+        self.said = self.said + 1
+        ratio = min(self.said / 20, 0.5)
+        return [len(sample) * ratio for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("collate", "name"),
+    [
+        (Resizes(), "Resizes changes 'count'"),
+        (Resizes().by_turns, "Resizes changes 'turns'"),
+        (counts_in_closure(), "collate changes 'number'"),
+        (counts_globally, "counts_globally changes 'NUMBER'"),
+        (partial(CountsBatches.warm_up, CountsBatches(TEXTS)), "CountsBatches changes 'said'"),
+    ],
+    ids=["count", "iterator", "closure", "global", "of the dataset"],
+)
+def test_a_count_that_decides_what_a_batch_is_is_warned_of_once_by_name(collate: Any, name: str) -> None:
+    (warning,) = read(collate)
+    assert f"{name} whenever batches are collated" in warning
+    assert "derive it from the samples of the batch" in warning
+
+
+def test_a_count_of_batches_alone_is_not() -> None:
+    data = CountsBatches(TEXTS)
+    assert read(data.collate, data) == []
+    assert data.batches == 20
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_counts_caches_or_is_filled_by_reading_is_not(workers: int) -> None:
     data = Caching(TEXTS)
@@ -125,9 +202,10 @@ def test_what_counts_caches_or_is_filled_by_reading_is_not(workers: int) -> None
 
 def test_in_a_worker_it_is_warned_of_too() -> None:
     # The tests' filters make an error of it there, which is the batch's.
-    loader = StatefulLoader(TEXTS, batch_size=4, collate_fn=Packs(), seed=0, num_workers=1)
-    with pytest.raises(StatefulWarning, match="carries 'buffer' over"):
-        list(loader)
+    for collate, said in ((Packs(), "carries 'buffer' over"), (Resizes(), "changes 'count' whenever batches")):
+        loader = StatefulLoader(TEXTS, batch_size=4, collate_fn=collate, seed=0, num_workers=1)
+        with pytest.raises(StatefulWarning, match=said):
+            list(loader)
 
 
 def test_what_objects_hold_is_put_back() -> None:
