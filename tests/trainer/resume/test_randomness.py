@@ -10,10 +10,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support.ledger import LedgerModel
-from support.runs import assert_resumes, numbers_module, seeded, stopped, train, training
-from torch.utils.data import Dataset
+from support.ledger import LedgerModel, Numbers
+from support.runs import StopAt, assert_resumes, assert_same_end, numbers_module, seeded, stopped, train, training
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StateMismatchError
 
 
@@ -166,6 +167,38 @@ def test_a_seed_set_in_setup_is_that_of_the_whole_run(
     assert resumed.trainer.callbacks[0].state_dict()["seed"] == 9
     monkeypatch.setenv("PL_GLOBAL_SEED", "9")
     assert train(make, model=seeded(DrawsInValidation)).ledger == run(make).ledger
+
+
+class DrawsAtEdges(pl.Callback):
+    """Comes before the callback of this package, and moves the weights by what it draws around an epoch."""
+
+    def _move(self, pl_module: Any) -> None:
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight += float(torch.randn(())) + float(np.random.randn())
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._move(pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._move(pl_module)
+
+
+@pytest.mark.parametrize("moment", [{"batch": 5}, {"hook": "on_train_epoch_end"}], ids=str)
+def test_what_hooks_draw_around_an_epoch_follows_from_it_whatever_their_order(
+    tmp_path: Path, moment: dict[str, Any]
+) -> None:
+    def run(**options: Any) -> Any:
+        data = DataLoader(Numbers(12), batch_size=2, shuffle=True)
+        return train(lambda: data, model=seeded(LedgerModel), max_epochs=3, **options)
+
+    def callbacks(*others: Any) -> list[Any]:
+        return [DrawsAtEdges(), StatefulDataCallback(seed=7), *others]
+
+    whole, path = run(callbacks=callbacks()), tmp_path / "x.ckpt"
+    stop = StopAt(moment.get("hook", "on_train_batch_end"), path, epoch=0, batch=moment.get("batch", 0))
+    run(callbacks=callbacks(stop))
+    assert_same_end(run(callbacks=callbacks(), ckpt_path=path, seed=99), whole)
 
 
 @pytest.mark.gpu
