@@ -21,7 +21,7 @@ from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.attributes import reached
 from lightning_stateful.samplers.generator_states import identity_of
-from lightning_stateful.samplers.rng import get_generator_state, set_generator_state
+from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # Parts of a loader whose generators are seeded by batch, and those whose generators are seeded by epoch.
@@ -32,7 +32,8 @@ def generators_in(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], 
     """The generators that the module and the callbacks hold, by place, as ``Model.augment.generator``.
 
     They are looked for as those of a dataset are (:class:`~lightning_stateful.samplers.held_generators.HeldGenerators`)
-    and no property or method is called. Those of the process and of data modules are left out.
+    and no property or method is called. Of a data module they are its own attributes. Those of the process are left
+    out.
 
     Returns:
         Those that training data do not hold; those that a sampler holds too; and others that training data hold too.
@@ -44,6 +45,11 @@ def generators_in(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], 
         if not type(root).__module__.startswith("lightning_stateful."):
             number = sum(one.partition("#")[0] == name for one in roots)
             roots[f"{name}#{number + 1}" if number else name] = root
+    if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]  # set by a connector
+        # What else it holds are datasets and loaders.
+        roots[type(data).__qualname__.rpartition(".")[2]] = {
+            name: value for name, value in vars(data).items() if isinstance(value, GENERATORS)
+        }
     found = _reachable(roots, (Dataset, pl.LightningDataModule))
     of_order, of_samples = (_of_data(trainer, names) if found else set() for names in (_OF_ORDER, _OF_SAMPLES))
     own = dict(one for identity, one in found.items() if identity not in of_order | of_samples)
