@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from harm.basics import LENGTH as NUM_SAMPLES
 from harm.basics import num_ranks, own_rank, permutation
-from harm.own_samplers import Shuffled
+from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import train as train_entry
 from harm.table import Entry, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
@@ -175,3 +175,37 @@ def test_a_sampler_of_each_rank_with_other_data_in_a_later_epoch_is_refused(rank
     for is_exact, trained_on, error in ranks.of(resumed_with_others):
         assert (is_exact, trained_on) == (True, [])
         assert error.startswith("StateMismatchError: The sampler's state in epoch 1")
+
+
+# Ends of passes
+
+
+def limited(folder: Path) -> dict[str, Any]:
+    """Runs whose epochs a limit cuts, alone and with the callback, and what resumes of the latter train on."""
+    of_epochs = {"limit_train_batches": 2}
+    entry = Entry(of(CountsAtEnd), "multiset", trainer=of_epochs)
+    plain, whole = (train_entry(entry, own=own) for own in (False, True))
+    again = {}
+    for stop in (1, 2, 3, 4):
+        train_entry(entry, save=folder / "stop.ckpt", after=stop)
+        torch.distributed.barrier()
+        again[stop] = train_entry(entry, ckpt_path=folder / "stop.ckpt")
+    return {
+        "plain": plain.trained,
+        "whole": whole.trained,
+        "error": whole.error,
+        "said": [said for run in (whole, *again.values()) for said in run.said],
+        "again": {stop: run.trained for stop, run in again.items()},
+    }
+
+
+def test_a_limit_leaves_a_sampler_that_is_dealt_out_where_lightning_does_behind_its_last_item(ranks: Ranks) -> None:
+    runs = ranks.of(limited)
+    for run in runs:
+        assert (run["error"], run["said"]) == ("", [])
+        assert run["again"] == {stop: run["whole"][stop:] for stop in run["again"]}
+    for epoch in range(3):
+        served = sorted(index for run in runs for at, batch in run["whole"] if at == epoch for index in batch)
+        assert served == sorted(permutation(epoch)[:16])
+    # Lightning deals out the list in an order of its own.
+    assert len({str(batch) for _, batch in runs[0]["plain"]}) == len(runs[0]["plain"])
