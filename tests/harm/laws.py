@@ -201,10 +201,15 @@ def _short(value: Any) -> str:
 
 
 def judged(
-    folder: Path, make: Callable[[int], Any], stops: dict[int, str], same: str = "equal", workers: int = 0
+    folder: Path,
+    make: Callable[[int], Any],
+    stops: dict[int, str],
+    same: str = "equal",
+    workers: int = 0,
+    **options: Any,
 ) -> None:
     """Compare a run with one without the callback, and its resumes with what is expected of each stop."""
-    entry = Entry(make, same)
+    entry = Entry(make, same, trainer=options)
     plain, own = (train(entry, own=with_callback, workers=workers) for with_callback in (False, True))
     assert uninterrupted(entry, [Trial(plain, own)], None) == ("same", "")
     for stop, expected in stops.items():

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.laws import judged
-from harm.own_samplers import CountsAtStart
+from harm.own_samplers import CountsAtStart, Sized
 from harm.runs import train
 from harm.table import Entry, of
-from torch.utils.data import Sampler
 
 
 class CountsInFinally(CountsAtStart):
@@ -26,19 +25,31 @@ class CountsInFinally(CountsAtStart):
             self.epoch += 1
 
 
-class DrawsInFinally(Sampler[int]):
+class DrawsInFinally(Sized):
     """Draws the order of its next pass where the latest is left."""
 
     order = tuple(range(LENGTH))
-
-    def __len__(self) -> int:
-        return LENGTH
 
     def __iter__(self) -> Iterator[int]:
         try:
             yield from self.order
         finally:
             self.order = tuple(random.sample(range(LENGTH), LENGTH))
+
+
+class AddsInFinally(Sized):
+    """Adds the epoch, which Lightning tells it before torch drops the iterator of the one before."""
+
+    epoch = total = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from permutation(100 * self.epoch + self.total)
+        finally:
+            self.total += 1 + self.epoch
 
 
 class KeepsItsIterator(CountsInFinally):
@@ -61,6 +72,7 @@ class KeepsItsIterator(CountsInFinally):
     [
         pytest.param(of(CountsInFinally), "equal", id="counts"),
         pytest.param(of(CountsInFinally, batch_size=5), "equal", id="and torch asks for more"),
+        pytest.param(of(AddsInFinally), "equal", id="adds"),
         pytest.param(of(DrawsInFinally), "runs", id="draws"),
     ],
 )
@@ -69,6 +81,11 @@ def test_what_a_finally_changes_is_changed_where_torch_drops_the_iterator(
 ) -> None:
     judged(tmp_path, make, dict.fromkeys((3, 6, 8) if not workers else (5,), "exact"), same, workers)
     assert not train(Entry(make, same), workers=workers).said
+
+
+@pytest.mark.parametrize("kind", [CountsInFinally, AddsInFinally])
+def test_so_it_is_behind_a_limit(tmp_path: Path, kind: Any) -> None:
+    judged(tmp_path, of(kind), dict.fromkeys((2, 4, 6), "exact"), limit_train_batches=4)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 8])
