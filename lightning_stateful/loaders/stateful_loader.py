@@ -207,7 +207,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         )
         # The lists of the dataset, as they were seen last.
         self._lists: dict[str, Any] = {}
-        self.tracker.changed = partial(changed_since, order, self.dataset, self._lists)
+        self.tracker.changed = partial(_changed_in_state, order, self.dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -441,6 +441,13 @@ def _num_replicas(loader: StatefulLoader) -> int:
     return loader.topology.num_replicas
 
 
+def _changed_in_state(order: BatchOrder, *described: Any) -> dict[str, Any]:
+    """Changes as :func:`changed_since` has them, for a state that is taken."""
+    if isinstance(order, WrappedSampler):
+        order.memory.note_state()
+    return changed_since(order, *described)
+
+
 class _LoaderIterator:
     """The iterator of a loader; behind an error the next call goes on.
 
@@ -463,6 +470,8 @@ class _LoaderIterator:
             # Tells a sampler the epoch that comes, which its len() may follow from.
             self._may_be_over = self._tracker.progress.consumed > 0
             self._loader.warn_unless_restored()
+            if isinstance(self._loader.order, WrappedSampler):
+                self._loader.order.memory.note_user(is_trainer=False)
             self._loader = None
         try:
             batch = next(self._batches)

@@ -45,6 +45,7 @@ from lightning_stateful.loops.lightning import (
     pl,
 )
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.trainer.told_samplers import ToldSamplers
 
 Request = Callable[[], Any]
 
@@ -345,13 +346,12 @@ class LoaderProxy:
         note: Callable[[EpochPlan, int, Any], None] | None = None,
         aside: Callable[[Any], tuple[EpochPlan, int] | None] | None = None,
     ) -> None:
-        self.loader, self._length, self._at_end, self._note = loader, length, at_end, note
-        self.starts_early = starts_early
+        self.loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
         self.original = loader if original is None else getattr(original, "original", original)
         self._shown = _shown(loader, self.original, overfits, is_dealt_out)
-        self._given = _arguments_of(self._shown)
+        self._given, self._told = _arguments_of(self._shown), ToldSamplers(getattr(loader, "order", None))
         self._locate, self._aside, self._after_read = locate, aside, after_read
-        self._isolated, self.waited = isolated, 0.0
+        self._isolated, self._note, self.waited = isolated, note, 0.0
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
         self._ignored = ""
@@ -439,7 +439,7 @@ class LoaderProxy:
         if name == "sampler" and pl.__version__ < "2.6" and not _has_sampler(self._shown):  # type: ignore[attr-defined]  # not exported
             # Where there is a sampler, Lightning 2.5 looks for one in the batch sampler too.
             raise AttributeError("This loader's batch sampler has no sampler of its own.")
-        return getattr(self._shown if of_user else self.loader, name)
+        return self._told.found(name, getattr(self._shown, name)) if of_user else getattr(self.loader, name)
 
     @property
     def _iterator(self) -> Any:

@@ -46,13 +46,14 @@ def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
             )
 
 
-def warn_of_shared_samplers(combined: CombinedLoaders) -> None:
+def warn_of_shared_samplers(combined: CombinedLoaders, *, is_dealt_out: bool) -> None:
     """Warn of one sampler in several loaders that changes itself while it is iterated.
 
     A loader of validation is one of them, if it was built before or is built later.
 
     Args:
         combined: The training loaders.
+        is_dealt_out: Whether Lightning alone would deal samplers out.
 
     Warns:
         StatefulWarning: Loaders share one, for each pair of them.
@@ -62,6 +63,8 @@ def warn_of_shared_samplers(combined: CombinedLoaders) -> None:
         order = loader.order
         if not isinstance(order, WrappedSampler) or not order.is_trained_on:
             continue
+        # Lightning tells samplers the epoch, and no batch samplers.
+        order.memory.note_user(is_trainer=True, is_told_first=not order.whole_batches, is_listed=is_dealt_out)
         order.memory.note_use(order)
         if not order.remembers and order.resume_mode != "own_state":
             continue

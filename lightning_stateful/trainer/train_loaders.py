@@ -166,7 +166,7 @@ class TrainLoaders:
         say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         warn_of_shared_datasets(self.combined)
-        warn_of_shared_samplers(self.combined)
+        warn_of_shared_samplers(self.combined, is_dealt_out=deals_out(trainer))
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)

@@ -132,6 +132,7 @@ class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``num_items`` is more than the pass has.
         """
+        self.order.memory.note_state()
         return self.tracker.state_after(num_items)
 
 

@@ -95,11 +95,11 @@ class IteratedSampler:
         # A sampler that is its own iterator may begin anew at iter(), which islice() calls: let only next() be called.
         return map(_next, repeat(iterator)) if hasattr(type(iterator).__iter__, "__code__") else iterator
 
-    def tell(self, epoch: int, cycle: int = 0) -> None:
-        """Tell the sampler the epoch, under the randomness of a pass."""
+    def tell(self, epoch: int, cycle: int = 0, *, by: Callable[[int], object] | None = None) -> None:
+        """Tell the sampler the epoch, under the randomness of a pass; ``by`` is called in place of every set_epoch."""
         self._reseed(epoch, cycle)
         with self.entered():
-            self._tell(epoch)
+            (self._tell if by is None else by)(epoch)
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
         """The sampler's own state after it has yielded ``drawn`` items, as plain data."""

@@ -97,7 +97,8 @@ def _facts_of(
     if followed is None:
         return facts
     _refuse_wrong_length(order, facts)
-    is_changed = {*left, contents()} != {before}
+    ended = contents()
+    is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
     is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
     trial = SamplerTrial(order, facts, fresh, is_unseen=is_unseen)
     trial.go_on(tried, is_changed=is_changed)

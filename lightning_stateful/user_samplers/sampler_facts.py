@@ -30,6 +30,7 @@ class SamplerFacts:
         remembers_told: Whether what it yields depends on the epochs that it was told before.
         adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
         hands_epoch_on: Whether it tells its dataset, or what else copies share with it, the epochs that it is told.
+        ends_late: Whether a pass changes the sampler behind the last item that ``len()`` says.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
         unseen: Types of objects in its items of which nothing more is compared.
@@ -54,6 +55,7 @@ class SamplerFacts:
     remembers_told: bool = False
     adds_up: bool = False
     hands_epoch_on: bool = False
+    ends_late: bool = False
     is_harmless: bool = False
     apart_in: int | None = None
     unseen: list[str] = field(default_factory=list)

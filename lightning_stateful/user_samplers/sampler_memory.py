@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.generator_states import GeneratorState
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, ToldEpochs, UserSampler
+from lightning_stateful.user_samplers.earlier_passes import (
+    CopyInStep,
+    LeftIterator,
+    PassesHere,
+    begin_pass,
+    put_together,
+    spelled_out,
+)
+from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import (
     Path,
-    SamplerCopy,
     SamplerParts,
     digest_of_contents,
     generators_outside,
@@ -25,17 +31,11 @@ from lightning_stateful.user_samplers.sampler_copy import (
 )
 from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 # The cycle of passes that something else than training begins within an epoch.
 ASIDE = 2**16
 # Memories of samplers by their id, beside a reference to each.
 _MEMORIES: dict[int, tuple[Callable[[], Any], SamplerMemory]] = {}
-
-
-class PassesHere(list[list[int]]):
-    """Passes that were begun in this process; a state holds them as a plain list."""
 
 
 class SamplerMemory:
@@ -52,6 +52,9 @@ class SamplerMemory:
         passes: Of each pass its epoch, its cycle, and the items drawn of one that was broken off, or -1.
         has_changed: Whether a pass has changed the sampler.
         first_epoch: The epoch that it begins with: another one than 0 where a loader was built anew in training.
+        is_in_trainer: Whether a Trainer iterates it, which asks for no more than it counts.
+        is_told_first: Whether the next epoch is told before the iterator of the latest is dropped, as Lightning does.
+        is_listed: Whether Lightning alone would deal a sampler of samples out of a list of all that it yields.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
@@ -69,6 +72,7 @@ class SamplerMemory:
         self._awaited: int | None = None
         self.has_changed = False
         self.first_epoch = 0
+        self.is_in_trainer = self.is_told_first = self.is_listed = False
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
         # The passes of the latest state that were begun again.
@@ -78,12 +82,11 @@ class SamplerMemory:
         self._began_with = self._ended_with = ""
         # What it held in a pass that was broken off, before it was told another epoch.
         self._left_with = ""
+        # The iterator of the latest pass that was begun again.
+        self._left: LeftIterator | None = None
         # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
         self._contents = ("", "")
-        # A copy from before training, and the passes that it has gone through: all but the latest.
-        self._in_step: tuple[IteratedSampler, list[list[int]]] | None = None
-        # What was found to follow from the passes, each time with their number.
-        self._following: set[tuple[int, object]] = set()
+        self._in_step = CopyInStep()
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
         self._warned: set[str] = set()
@@ -107,6 +110,10 @@ class SamplerMemory:
                 f"other samples. Give each a {order.name} of its own.",
                 once="shared",
             )
+
+    def note_user(self, *, is_trainer: bool, is_told_first: bool = False, is_listed: bool = False) -> None:
+        """What iterates it from now on: a Trainer, or a loop of the user's; see the attributes."""
+        self.is_in_trainer, self.is_told_first, self.is_listed = is_trainer, is_told_first, is_listed
 
     def await_training(self, epoch: int) -> None:
         """Training is to go on within an epoch; the passes before it have been begun."""
@@ -135,6 +142,9 @@ class SamplerMemory:
             PositionError: It is of an evaluation loader, and comes before the pass of training that is resumed.
         """
         self._refuse_to_come_first(order)
+        if self._latest is not None:
+            self._latest.finish()
+            self._warn_if_left(order, self._latest)
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
             left = self._left_with or digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
@@ -181,6 +191,7 @@ class SamplerMemory:
                 "the list, not what the call before has left.",
                 once="changed",
             )
+        self._drop_left(order, *begun.label)
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
             known: dict[int, str] = {}
@@ -191,6 +202,15 @@ class SamplerMemory:
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with, self._began_with = begun, "", now
+
+    def _warn_if_left(self, order: UserSampler, left: SamplerPass) -> None:
+        if left.is_assumed and left.end is None and order.facts.ends_late:
+            self._warn(
+                f"{order.name} changes itself behind the last item of an epoch. After the last batch of epoch "
+                f"{left.label[0]} a state was taken, and then no further one was asked for, which a for loop does. A "
+                "resume from that state brings the sampler to its end, so it may not be exact. Iterate the loader to "
+                "its end, or change the sampler where its __iter__ begins."
+            )
 
     def _lacks_passes(self, order: UserSampler, begun: SamplerPass) -> bool:
         """Whether a sampler that remembers its passes begins with an epoch for which they would have to be known."""
@@ -268,28 +288,7 @@ class SamplerMemory:
             of: Gives the value of a sampler.
         """
         self._close()
-        facts, passes = order.facts, [list(passed) for passed in self.passes]
-        if (len(passes), value) in self._following:
-            return True
-        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
-            return False
-        asked = AskedRanks(1) if order.dealing.answers else None
-        with suppress(Exception), SharedObjects(order.sampler, order.dataset):
-            if self._in_step is None or self._in_step[1] != passes[: len(self._in_step[1])]:
-                self._in_step = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
-            copied, gone = self._in_step
-            while len(gone) < len(passes) - 1:
-                begin_pass(copied, passes[len(gone)])
-                gone.append(passes[len(gone)])
-            latest = order.iterating(SamplerCopy(copied.sampler, order.dataset).sampler, asked=asked)
-            if passes:
-                begin_pass(latest, passes[-1])
-            with latest.entered():
-                found = of(latest.sampler)
-            if found == value:
-                self._following.add((len(passes), value))
-            return found == value
-        return False
+        return self._in_step.gives(order, self.passes, value, of)
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""
@@ -298,9 +297,16 @@ class SamplerMemory:
         if not self._began_with or order.has_set_epoch:
             self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
 
-    def note_last(self, order: UserSampler, latest: SamplerPass) -> None:
-        """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change."""
+    def note_last(self, order: UserSampler, latest: SamplerPass, *, goes_on: bool) -> None:
+        """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change.
+
+        Args:
+            order: The sampler.
+            latest: The pass.
+            goes_on: Whether one who asks for more has the sampler come to its end.
+        """
         latest.entry[2] = latest.drawn
+        latest.goes_on = latest.goes_on or (goes_on and not self.is_in_trainer)
         if self._latest is latest:
             self._note_ending(order, latest)
 
@@ -311,6 +317,19 @@ class SamplerMemory:
             self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
             self._close()
             self._note_ending(order, ended)
+
+    @contextmanager
+    def leaving(self, order: UserSampler, left: SamplerPass) -> Iterator[None]:
+        """A block in which a pass lets go of an iterator that was not brought to its end, which may change the sampler.
+
+        What others have changed since its last item is not taken for that.
+        """
+        is_own = self._latest is left and order.facts.ends_late and self._ended_with != ""
+        is_own = is_own and self._ended_with == digest_of_contents(order.sampler, order.dataset, epoch=left.label[0])
+        yield
+        if is_own:
+            self._told.note_iterated(SamplerParts(order.sampler, order.dataset).samplers)
+            self._note_ending(order, left)
 
     def _note_ending(self, order: UserSampler, ended: SamplerPass) -> None:
         self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
@@ -341,14 +360,23 @@ class SamplerMemory:
     def passes_before(self, epoch: int, cycle: int) -> PassesHere:
         """The passes before one, for a state: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
         self._close()
-        return _put_together(self.passes[: self._place_of(epoch, cycle)])
+        passes, latest = self.passes[: self._place_of(epoch, cycle)], self._latest
+        if latest is not None and latest.goes_on and latest.end is None and passes and passes[-1] is latest.entry:
+            # A loop of the user's asks for more behind the last batch.
+            passes[-1] = [*latest.label, -1]
+        return put_together(passes)
+
+    def note_state(self) -> None:
+        """A state is taken in a loop of the user's, perhaps at the last item of a pass."""
+        if self._latest is not None:
+            self._latest.is_assumed = self._latest.goes_on
 
     def passes_since(self, epoch: int, cycle: int) -> PassesHere:
         """The passes of evaluation loaders that share the sampler, begun since one of training was, likewise."""
         self._close()
         behind = self._place_of(epoch, cycle) + 1
         of_training = zip(self.passes[behind:], self._of_training[behind:], strict=True)
-        return _put_together([passed for passed, is_own in of_training if not is_own])
+        return put_together([passed for passed, is_own in of_training if not is_own])
 
     def _place_of(self, epoch: int, cycle: int) -> int:
         """The place of the latest pass of training with these labels, or behind all passes where there is none."""
@@ -372,7 +400,7 @@ class SamplerMemory:
         Raises:
             PositionError: Others were begun in this process.
         """
-        earlier = _spelled_out(told_of)
+        earlier = spelled_out(told_of)
         started, known = time.perf_counter(), len(self.passes)
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.
@@ -405,12 +433,23 @@ class SamplerMemory:
 
     def begin_since(self, order: UserSampler, told_of: list[list[int]]) -> None:
         """Begin the passes of evaluation loaders again that a state tells of since its pass of training was begun."""
-        self._begin(order, _spelled_out(told_of))
+        self._begin(order, spelled_out(told_of))
 
     def _begin(self, order: UserSampler, passes: list[list[int]]) -> None:
         for passed in passes:
-            begin_pass(order.iterated(), passed)
+            self._drop_left(order, *passed[:2])
+            self._left = begin_pass(order.iterated(), passed)
             self._append(passed, False)
+            if not (self.is_told_first and order.has_set_epoch):
+                self._left.drop()
+
+    def _drop_left(self, order: UserSampler, epoch: int, cycle: int) -> None:
+        """Drop the iterator of the pass before, of which training has begun to tell the next."""
+        if self._left is not None:
+            if self.is_told_first and order.has_set_epoch:
+                order.iterated().tell(epoch, cycle)
+            self._left.drop()
+            self._left = None
 
     def _close(self) -> None:
         if self._latest is not None:
@@ -420,14 +459,6 @@ class SamplerMemory:
         if (once or message) not in self._warned:
             self._warned.add(once or message)
             warn(message)
-
-
-def begin_pass(iterated: IteratedSampler, passed: Sequence[int]) -> None:
-    """Iterate a pass: its epoch, its cycle, and its items, or -1 for one to the end."""
-    epoch, cycle, items = passed
-    drawn = iterated.begin(epoch, cycle)
-    with iterated.entered():
-        deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
 
 
 def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
@@ -453,17 +484,3 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
 
 def _forget(memories: dict[int, Any], key: int, _: object) -> None:
     memories.pop(key, None)
-
-
-def _put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
-    told = PassesHere()
-    for passed in passes:
-        if told and list(passed) == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
-            told[-1][3] += 1
-        else:
-            told.append([*passed, 1])
-    return told
-
-
-def _spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]

@@ -8,6 +8,7 @@ import warnings
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import GeneratorType
@@ -71,6 +72,9 @@ class SamplerPass:
         end: Items of the pass once the sampler was seen to end; None before that.
         has_states: Whether items are noted with the sampler's own state.
         label: Epoch and cycle by which it is seeded.
+        goes_on: Whether the sampler is to come to its end before another pass begins, and has not yet.
+        is_assumed: Whether a state has been taken that counts on that.
+        listed: Items of the epoch, where Lightning alone would list all of them; else None.
     """
 
     drawn: int
@@ -96,6 +100,8 @@ class SamplerPass:
         self._taken: deque[tuple[int, list[Any]]] = deque(maxlen=_KEPT_NOTES)
         # The next item of which a note is taken.
         self._noted_next = 0
+        self.goes_on = self.is_assumed = False
+        self.listed: int | None = None
         self.has_states: bool = order.resume_mode == "own_state"
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())
@@ -164,6 +170,28 @@ class SamplerPass:
                 return
             append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
             yield items
+
+    def leave(self) -> None:
+        """Let go of the sampler's iterator, as torch has: what is behind its ``finally`` is run by that."""
+        if self._iterated is None or (self.listed is not None and self.end is None):
+            return
+        self.goes_on = False
+        if self.end is None:
+            with self._order.memory.leaving(self._order, self), self._iterated.entered():
+                self._iterator = iter(())
+        self._iterator = iter(())
+
+    def finish(self) -> None:
+        """Let a sampler that Lightning alone would list come to its end, wherever training has left it."""
+        iterated, listed, is_over = self._iterated, self.listed, self.end is not None or self._failure is not None
+        if is_over or iterated is None or listed is None:
+            return
+        with suppress(Exception):
+            self._drop(iterated, listed + 1)
+        if self.end is not None:
+            self._order.memory.note_end(self._order, self)
+        self.listed = None
+        self.leave()
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` items, which have to be ready."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DistributedSampler
 
 from lightning_stateful.core.order import UNKNOWN, Progress, say_repeats
 from lightning_stateful.core.permutation import keyed_permutation
@@ -120,8 +121,15 @@ class SamplerEpochPlan:
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
         since = self._begun.details.get("since")
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
+        if self._is_listed:
+            walk.listed, walk.goes_on = self._length, True
         steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
-        yield from islice(steps, first_step, None) if first_step else steps
+        try:
+            yield from islice(steps, first_step, None) if first_step else steps
+        finally:
+            # Dropped where torch would drop the sampler's iterator, though a plan is kept for longer.
+            steps.close()
+            walk.leave()
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest pass has noted by then."""
@@ -155,7 +163,7 @@ class SamplerEpochPlan:
         if type(passes) is not list or not begun.consumed:
             return None
         left = self.remaining or 0
-        sees_end = self._is_iterated_behind(left) and not self.rule.num_steps(left)
+        sees_end = self._is_listed or (self._is_iterated_behind(left) and not self.rule.num_steps(left))
         return [*passes, [begun.epoch, begun.cycle, -1 if sees_end else begun.consumed, 1]]
 
     def report_after(self, steps: int) -> dict[str, Any]:
@@ -174,7 +182,7 @@ class SamplerEpochPlan:
         # A pass cannot be copied; a copy begins one of its own.
         return {**vars(self), "_latest": None}
 
-    def _steps(self, walk: SamplerPass, index: int, rank: int, before: int) -> Iterator[tuple[int, Any]]:
+    def _steps(self, walk: SamplerPass, index: int, rank: int, before: int) -> Generator[tuple[int, Any], None, None]:
         """The batch of ``rank`` step by step, each with the number of its first item, and of those ``before``."""
         rule, shuffles, is_whole = self.rule, self.order.shuffles, self.order.whole_batches
         full, pads, num_replicas = rule.full, rule.pad, rule.num_replicas
@@ -204,8 +212,9 @@ class SamplerEpochPlan:
                 break
             items = self._in_order(walk.take(step), index)
             if not rule.num_steps(left - step):
-                self.order.memory.note_last(self.order, walk)
-                if rule.num_replicas > 1 or (self.order.cuts_samples and step < full):
+                goes_on = end is not None and self._is_iterated_behind(left - step)
+                self.order.memory.note_last(self.order, walk, goes_on=goes_on)
+                if rule.num_replicas > 1 or walk.listed is not None or (self.order.cuts_samples and step < full):
                     # Lightning iterates a sampler that it deals out to its end, torch one whose last batch is not full.
                     self._look_behind_end(walk, index + step)
             share = _share(items, rank, rule)
@@ -237,6 +246,15 @@ class SamplerEpochPlan:
         if self._length is not None:
             warn(f"{order.name} ended epoch {self.epoch} after {end} {order.unit}, and its len() is {self._length}.")
         self._fixed = (end,)
+
+    @property
+    def _is_listed(self) -> bool:
+        """Whether Lightning alone would list a sampler that it matters for, as it deals one out of a list."""
+        order = self.order
+        is_wrapped = order.is_wrapped or isinstance(order.sampler, DistributedSampler)
+        can_be_listed = not (order.whole_batches or is_wrapped or order.is_cut or self.rule.exact)
+        is_listed = can_be_listed and order.memory.is_listed and order.is_trained_on and order.remembers
+        return is_listed and order.num_items is not None
 
     def _is_iterated_behind(self, left: int) -> bool:
         """Whether the sampler is iterated to its end where the epoch leaves out so many items."""

@@ -337,11 +337,15 @@ class WrappedSampler:
 
     def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
-        if self.dealing.is_own or not self.is_trained_on or "nondeterministic" in self.accept:
+        if not self.is_trained_on or "nondeterministic" in self.accept:
             return {}
-        sequence = config["sequence"] if self.is_known else sequence_now(self, config["sequence"])
+        before = _of_this_rank(config["sequence"])
+        sequence = before if self.is_known else sequence_now(self, before)
         held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
-        changed = {name: value for name, value in held.items() if value_at(config, name) != value}
+        changed = {name: value for name, value in held.items() if _of_this_rank(value_at(config, name)) != value}
+        if self.dealing.is_own and "sequence" in changed:
+            # A state is equal on all ranks.
+            changed["sequence"] = "changed"
         length = changed.get("sampler.length")
         if type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of):
             del changed["sampler.length"]
@@ -474,6 +478,11 @@ class WrappedSampler:
         if "facts" in vars(self) and _OF_DEALING.issuperset(changed):
             vars(made)["facts"] = self.facts
         return made
+
+
+def _of_this_rank(value: Any) -> Any:
+    """A value of a configuration on this rank, of one that may list those of all ranks."""
+    return value[min(_rank_of_process(), len(value) - 1)] if isinstance(value, list) else value
 
 
 def _rank_of_process() -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from harm.basics import LABELS
-from harm.runs import EPOCHS, Run, Trial
+from harm.runs import EPOCHS, Run, Trial, train
 from harm.table import Entry
 from lightning_stateful import errors
 
@@ -197,3 +198,22 @@ def _errors(runs: list[Run]) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) < 160 else f"{text[:150]} ... ({len(text)} characters)"
+
+
+def judged(
+    folder: Path,
+    make: Callable[[int], Any],
+    stops: dict[int, str],
+    same: str = "equal",
+    workers: int = 0,
+    **options: Any,
+) -> None:
+    """Compare a run with one without the callback, and its resumes with what is expected of each stop."""
+    entry = Entry(make, same, trainer=options)
+    plain, own = (train(entry, own=with_callback, workers=workers) for with_callback in (False, True))
+    assert uninterrupted(entry, [Trial(plain, own)], None) == ("same", "")
+    for stop, expected in stops.items():
+        saved = train(entry, workers=workers, save=folder / "stop.ckpt", after=stop)
+        outcome, why = resumed([saved], [train(entry, workers=workers, ckpt_path=folder / "stop.ckpt")])
+        assert not is_harm(outcome), f"{stop}: {why}"
+        assert outcome == expected, f"{stop}: {why}"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.distributed
 from harm.basics import LENGTH as NUM_SAMPLES
 from harm.basics import num_ranks, own_rank, permutation
-from harm.own_samplers import Shuffled
+from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import train as train_entry
-from harm.table import Entry, of
+from harm.table import Entry, WithCallback, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
 from support.ledger import samples, trained
 from support.quick import thinned
@@ -175,3 +176,87 @@ def test_a_sampler_of_each_rank_with_other_data_in_a_later_epoch_is_refused(rank
     for is_exact, trained_on, error in ranks.of(resumed_with_others):
         assert (is_exact, trained_on) == (True, [])
         assert error.startswith("StateMismatchError: The sampler's state in epoch 1")
+
+
+class ByLosses(Shuffled):
+    """Draws by losses, on each rank for itself."""
+
+    def __init__(self) -> None:
+        self.losses = torch.ones(NUM_SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(2 * self.epoch + own_rank())
+        return iter(torch.multinomial(self.losses, NUM_SAMPLES, replacement=True, generator=generator).tolist())
+
+
+class SetsLosses(pl.Callback):
+    """Sets the losses at the end of each epoch, saves the first, and may set them again where training begins."""
+
+    def __init__(self, path: Path, is_restored: bool, sampler: ByLosses) -> None:
+        self.path, self.is_restored, self.sampler = path, is_restored, sampler
+
+    def set_for(self, epoch: int) -> None:
+        self.sampler.losses = 1 + epoch * torch.arange(NUM_SAMPLES).float()
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.set_for(trainer.current_epoch + 1)
+        if trainer.current_epoch == 0 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        if self.is_restored:
+            self.set_for(trainer.current_epoch)
+
+
+def resumed_by_losses(folder: Path) -> list[Any]:
+    """Runs that go on at their second epoch, with losses that are restored and not: if exactly, and what is said."""
+    found = []
+    for is_restored in (True, False):
+        path = folder / f"{is_restored}.ckpt"
+        entry = Entry(WithCallback(ByLosses, partial(SetsLosses, path, is_restored)), "runs", deals="itself")
+        whole, again = train_entry(entry), train_entry(entry, ckpt_path=path)
+        found.append([whole.trained[NUM_SAMPLES // 4 :] == again.trained, again.error, again.said])
+    return found
+
+
+def test_losses_that_a_sampler_of_each_rank_draws_by_are_restored_or_a_warning_says_so(ranks: Ranks) -> None:
+    for rank, (restored, left) in enumerate(ranks.of(resumed_by_losses)):
+        assert restored[:2] == [True, ""]
+        assert left[:2] == [False, ""]
+        # The first process compares for all.
+        said = [sum("and nothing had changed it again" in text for text in run[2]) for run in (restored, left)]
+        assert said == [0, int(rank == 0)]
+
+
+# Ends of passes
+
+
+def limited(folder: Path) -> dict[str, Any]:
+    """Runs whose epochs a limit cuts, alone and with the callback, and what resumes of the latter train on."""
+    of_epochs = {"limit_train_batches": 2}
+    entry = Entry(of(CountsAtEnd), "multiset", trainer=of_epochs)
+    plain, whole = (train_entry(entry, own=own) for own in (False, True))
+    again = {}
+    for stop in (1, 2, 3, 4):
+        train_entry(entry, save=folder / "stop.ckpt", after=stop)
+        torch.distributed.barrier()
+        again[stop] = train_entry(entry, ckpt_path=folder / "stop.ckpt")
+    return {
+        "plain": plain.trained,
+        "whole": whole.trained,
+        "error": whole.error,
+        "said": [said for run in (whole, *again.values()) for said in run.said],
+        "again": {stop: run.trained for stop, run in again.items()},
+    }
+
+
+def test_a_limit_leaves_a_sampler_that_is_dealt_out_where_lightning_does_behind_its_last_item(ranks: Ranks) -> None:
+    runs = ranks.of(limited)
+    for run in runs:
+        assert (run["error"], run["said"]) == ("", [])
+        assert run["again"] == {stop: run["whole"][stop:] for stop in run["again"]}
+    for epoch in range(3):
+        served = sorted(index for run in runs for at, batch in run["whole"] if at == epoch for index in batch)
+        assert served == sorted(permutation(epoch)[:16])
+    # Lightning deals out the list in an order of its own.
+    assert len({str(batch) for _, batch in runs[0]["plain"]}) == len(runs[0]["plain"])

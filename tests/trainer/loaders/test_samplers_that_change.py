@@ -13,9 +13,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader, permutation
-from harm.laws import is_harm, resumed, uninterrupted
+from harm.laws import judged
 from harm.own_samplers import CountsAtEnd, Shuffled
-from harm.runs import Trial, train
+from harm.runs import train
 from harm.table import Entry, WithCallback, of
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
@@ -208,20 +208,6 @@ class Changed(WithCallback):
     def __call__(self, workers: int) -> Any:
         made = self.sampler()
         return lambda: loader(workers, **{self.role: made}), self.callback(made)
-
-
-def judged(
-    folder: Path, make: Callable[[int], Any], stops: dict[int, str], same: str = "equal", workers: int = 0
-) -> None:
-    """Compare a run with one without the callback, and its resumes with what is expected of each stop."""
-    entry = Entry(make, same)
-    plain, own = (train(entry, own=with_callback, workers=workers) for with_callback in (False, True))
-    assert uninterrupted(entry, [Trial(plain, own)], None) == ("same", "")
-    for stop, expected in stops.items():
-        saved = train(entry, workers=workers, save=folder / "stop.ckpt", after=stop)
-        outcome, why = resumed([saved], [train(entry, workers=workers, ckpt_path=folder / "stop.ckpt")])
-        assert not is_harm(outcome), f"{stop}: {why}"
-        assert outcome == expected, f"{stop}: {why}"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,26 @@ class DrawsSamples(Draws, Sampler[int]):
         return iter(self.order.tolist())
 
 
+class DrawsEverySecond(DrawsSamples):
+    """Keeps an order for two epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch % 2 == 0:
+            super().set_epoch(epoch)
+
+
+class KeepsFirst(DrawsSamples):
+    """Draws an order for two epochs where it is told the first time of one of them."""
+
+    def __init__(self) -> None:
+        self.orders: dict[int, torch.Tensor] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch // 2 not in self.orders:
+            super().set_epoch(epoch)
+        self.order = self.orders.setdefault(epoch // 2, self.order)
+
+
 class DrawsBatches(Draws, Sampler[list[int]]):
     def __len__(self) -> int:
         return LENGTH // 4
@@ -54,6 +74,8 @@ class DrawsInARow(Draws, IterableDataset[Any]):
 
 MAKES: dict[str, Callable[[int], Any]] = {
     "sampler": lambda workers: loader(workers, sampler=DrawsSamples()),
+    "in every second epoch": lambda workers: loader(workers, sampler=DrawsEverySecond()),
+    "once": lambda workers: loader(workers, sampler=KeepsFirst()),
     "batch sampler": lambda workers: loader(workers, batch_sampler=DrawsBatches()),
     "iterable": lambda workers: loader(workers, dataset=DrawsInARow()),
 }

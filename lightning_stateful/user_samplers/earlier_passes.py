@@ -1,0 +1,106 @@
+"""Earlier passes over a user's sampler, as a state tells of them, and beginning them again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.sampler_copy import SamplerCopy
+from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD
+from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
+from lightning_stateful.user_samplers.shared_objects import SharedObjects
+
+
+class PassesHere(list[list[int]]):
+    """Passes that were begun in this process; a state holds them as a plain list."""
+
+
+class LeftIterator:
+    """The iterator of a pass that is over, which its sampler's ``finally`` waits for to be dropped.
+
+    Args:
+        iterated: The sampler.
+        iterator: The iterator.
+    """
+
+    def __init__(self, iterated: IteratedSampler, iterator: Any) -> None:
+        self._iterated, self._held = iterated, [iterator]
+
+    def drop(self) -> None:
+        """Drop it; once."""
+        if self._held:
+            with self._iterated.entered():
+                self._held.clear()
+
+
+def begin_pass(iterated: IteratedSampler, passed: Sequence[int]) -> LeftIterator:
+    """Iterate a pass: its epoch, its cycle, and its items, or -1 for one to the end."""
+    epoch, cycle, items = passed
+    drawn = iterated.begin(epoch, cycle)
+    with iterated.entered():
+        deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+    return LeftIterator(iterated, drawn)
+
+
+class CopyInStep:
+    """A copy of a sampler from before training, on which the passes of training are begun again as they come."""
+
+    def __init__(self) -> None:
+        # The copy, and the passes that it has gone through: all but the latest.
+        self._copied: tuple[IteratedSampler, list[list[int]]] | None = None
+        # What was found to follow from the passes, each time with their number.
+        self._following: set[tuple[int, object]] = set()
+
+    def gives(
+        self, order: UserSampler, begun: Sequence[Sequence[int]], value: object, of: Callable[[Any], object]
+    ) -> bool:
+        """Whether it gives a value of the sampler, too; False where that cannot be tried in a short while.
+
+        Args:
+            order: The sampler.
+            begun: Its passes.
+            value: What ``of`` gives of it.
+            of: Gives the value of a sampler.
+        """
+        facts, passes = order.facts, [list(passed) for passed in begun]
+        if (len(passes), value) in self._following:
+            return True
+        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
+            return False
+        asked = AskedRanks(1) if order.dealing.answers else None
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+            if self._copied is None or self._copied[1] != passes[: len(self._copied[1])]:
+                self._copied = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
+            copied, gone = self._copied
+            while len(gone) < len(passes) - 1:
+                begin_pass(copied, passes[len(gone)]).drop()
+                gone.append(passes[len(gone)])
+            latest = order.iterating(SamplerCopy(copied.sampler, order.dataset).sampler, asked=asked)
+            if passes:
+                begin_pass(latest, passes[-1]).drop()
+            with latest.entered():
+                found = of(latest.sampler)
+            if found == value:
+                self._following.add((len(passes), value))
+            return found == value
+        return False
+
+
+def put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
+    """Passes as a state has them: ``[epoch, cycle, items or -1, number of epochs that follow alike]``."""
+    told = PassesHere()
+    for passed in passes:
+        if told and list(passed) == [told[-1][0] + told[-1][3], *told[-1][1:3]]:
+            told[-1][3] += 1
+        else:
+            told.append([*passed, 1])
+    return told
+
+
+def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Every one of the passes that a state has."""
+    return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]

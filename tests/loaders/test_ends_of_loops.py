@@ -1,0 +1,90 @@
+"""Loops of the user's over a sampler that changes itself behind the last item of an epoch, and states at its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harm.basics import LENGTH, loader, permutation
+from harm.own_samplers import CountsAtEnd, CountsAtStart
+from torch.utils.data import DataLoader
+
+from lightning_stateful import patch_dataloader
+from lightning_stateful.errors import StatefulWarning
+
+STEPS, EPOCHS = LENGTH // 4, 3
+SAYS_NOTHING = pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
+
+
+class CountsInFinally(CountsAtStart):
+    """Counts a pass where its iterator comes to its end, or is dropped."""
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from permutation(self.epoch)
+        finally:
+            self.epoch += 1
+
+
+def made(kind: Any, workers: int = 0) -> DataLoader[Any]:
+    return loader(workers, sampler=kind())
+
+
+def looped(loader: Any, epochs: int, most: int = STEPS) -> tuple[list[list[int]], list[Any]]:
+    """The batches of some epochs, each left after so many, and the states behind each batch and each epoch."""
+    trained, states = [], []
+    for _ in range(epochs):
+        for number, batch in enumerate(loader, 1):
+            trained.append(batch.tolist())
+            states.append(loader.state_dict() if hasattr(loader, "state_dict") else None)
+            if number == most < STEPS:
+                break
+    return trained, states
+
+
+@SAYS_NOTHING
+@pytest.mark.parametrize("kind", [CountsAtEnd, CountsInFinally])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_at_any_batch_leads_to_the_batches_that_come_next_and_these_are_torchs(kind: Any, workers: int) -> None:
+    whole, states = looped(patch_dataloader(made(kind, workers)), EPOCHS)
+
+    assert whole == looped(made(kind), EPOCHS)[0]
+    for stop in (STEPS - 1, STEPS, STEPS + 1, 2 * STEPS):
+        again = patch_dataloader(made(kind))
+        again.load_state_dict(states[stop - 1])
+        assert looped(again, EPOCHS - again.epoch)[0] == whole[stop:]
+
+
+@SAYS_NOTHING
+@pytest.mark.parametrize("kind", [CountsAtEnd, CountsInFinally])
+def test_epochs_that_are_broken_off_count_as_in_torch(kind: Any) -> None:
+    ours = patch_dataloader(made(kind))
+    whole, _ = looped(ours, 2, STEPS - 2)
+    state = ours.state_dict()
+
+    assert whole == looped(made(kind), 2, STEPS - 2)[0]
+    again = patch_dataloader(made(kind))
+    again.load_state_dict(state)
+    assert state["progress"]["consumed"] == LENGTH - 8
+    assert next(iter(again)).tolist() == permutation(int(kind is CountsInFinally))[-8:-4]
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_loop_that_leaves_a_sampler_at_its_last_batch_is_resumed_so_or_warned_of(is_within: bool) -> None:
+    ours = patch_dataloader(made(CountsAtEnd))
+    iterator = iter(ours)
+    for _ in range(STEPS):
+        next(iterator)
+    state = ours.state_dict() if is_within else None
+    del iterator
+    state = ours.state_dict() if state is None else state
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        following = next(iter(ours)).tolist()
+
+    again = patch_dataloader(made(CountsAtEnd))
+    again.load_state_dict(state)
+    assert [warning.category for warning in said] == [StatefulWarning] * is_within
+    assert (next(iter(again)).tolist() == following) is not is_within

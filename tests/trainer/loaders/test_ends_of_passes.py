@@ -1,0 +1,93 @@
+"""Samplers that change behind the last item of a pass, or where their iterator is dropped: as in torch, and resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harm.basics import LENGTH, permutation
+from harm.laws import judged
+from harm.own_samplers import CountsAtStart, Sized
+from harm.runs import train
+from harm.table import Entry, of
+
+
+class CountsInFinally(CountsAtStart):
+    """Counts a pass in ``finally``, so that one that is broken off counts too."""
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from permutation(self.epoch)
+        finally:
+            self.epoch += 1
+
+
+class DrawsInFinally(Sized):
+    """Draws the order of its next pass where the latest is left."""
+
+    order = tuple(range(LENGTH))
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from self.order
+        finally:
+            self.order = tuple(random.sample(range(LENGTH), LENGTH))
+
+
+class AddsInFinally(Sized):
+    """Adds the epoch, which Lightning tells it before torch drops the iterator of the one before."""
+
+    epoch = total = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from permutation(100 * self.epoch + self.total)
+        finally:
+            self.total += 1 + self.epoch
+
+
+class KeepsItsIterator(CountsInFinally):
+    """Goes on in a generator that it keeps, which torch does not end either."""
+
+    kept: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.kept = self.kept or self.passes()
+        return (next(self.kept) for _ in range(LENGTH))
+
+    def passes(self) -> Iterator[int]:
+        while True:
+            yield from super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "same"),
+    [
+        pytest.param(of(CountsInFinally), "equal", id="counts"),
+        pytest.param(of(CountsInFinally, batch_size=5), "equal", id="and torch asks for more"),
+        pytest.param(of(AddsInFinally), "equal", id="adds"),
+        pytest.param(of(DrawsInFinally), "runs", id="draws"),
+    ],
+)
+def test_what_a_finally_changes_is_changed_where_torch_drops_the_iterator(
+    tmp_path: Path, make: Any, same: str, workers: int
+) -> None:
+    judged(tmp_path, make, dict.fromkeys((3, 6, 8) if not workers else (5,), "exact"), same, workers)
+    assert not train(Entry(make, same), workers=workers).said
+
+
+@pytest.mark.parametrize("kind", [CountsInFinally, AddsInFinally])
+def test_so_it_is_behind_a_limit(tmp_path: Path, kind: Any) -> None:
+    judged(tmp_path, of(kind), dict.fromkeys((2, 4, 6), "exact"), limit_train_batches=4)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8])
+def test_an_iterator_that_a_sampler_keeps_goes_on(tmp_path: Path, stop: int) -> None:
+    judged(tmp_path, of(KeepsItsIterator), {stop: "exact"})
