@@ -21,9 +21,12 @@ from lightning_stateful.loops.lightning import (
     WeightAveraging,
     pl,
 )
+from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
 
 _EPOCH_START = "on_train_epoch_start"
+# Numbers in a buffer up to which it is copied.
+_MOST_NUMBERS = 2**16
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
 _SWAP = "_swap_models"
 
@@ -66,7 +69,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 
 def end_watching(trainer: pl.Trainer) -> None:
-    """Undo :func:`watch` and :func:`prepare_loading`."""
+    """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers."""
+    vars(trainer.fit_loop).pop("_buffers", None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
     for callback in _callbacks(trainer):
@@ -149,7 +153,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     masks = [_digest_of_masks(one, list(_masks(one))) for one in _callbacks(trainer) if isinstance(one, ModelPruning)]
     if any(masks):
         found["pruned"] = masks
-    _warn_of_statistics(trainer, progress, started)
+    _warn_of_buffers(trainer, progress, started)
     return found
 
 
@@ -256,19 +260,54 @@ def _restore_masks(callback: Any, digest: str, progress: LoopProgress) -> None:
         )
 
 
-def _warn_of_statistics(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
-    """Warn of BatchNorm layers whose statistics hold batches that a resume trains on again."""
-    if not progress.running or progress.ended or started <= progress.batch:
+def note_buffers(trainer: pl.Trainer) -> None:
+    """Note the module's buffers before the first batch of a window of accumulated gradients."""
+    window = trainer.accumulate_grad_batches
+    if window > 1 and (at := next_step(trainer))[1] % window == 0:
+        buffers = dict(trainer.lightning_module.named_buffers())
+        # Kept with the loop.
+        vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(buffer) for name, buffer in buffers.items()}
+
+
+def _noted(buffer: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """A buffer, how often it was changed, and a copy of a small one, as ``buffer.data`` may be changed uncounted."""
+    return buffer, buffer._version, buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
+
+
+def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """The saved buffers that batches of an open window have changed: BatchNorm's statistics, a queue, an average."""
+    module = trainer.lightning_module
+    at, noted = vars(trainer.fit_loop).get("_buffers", (None, {}))
+    if at != (progress.epoch, progress.batch):
+        # In validation all layers are in eval mode, and Lightning remembers which were not.
+        modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
+        layers = {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
+        trained = [name for name, one in layers.items() if one.track_running_stats and modes.get(name, one.training)]
+        return [f"{name}.running_mean".lstrip(".") for name in trained]
+    saved = module.state_dict().keys()
+    now = {name: buffer for name, buffer in module.named_buffers() if name in saved and name in noted}
+    return [name for name, buffer in now.items() if _is_changed(buffer, *noted[name])]
+
+
+def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
+    if copied is not None:
+        return now.shape != copied.shape or now.device != copied.device or not torch.equal(now, copied)
+    return now is not was or now._version != version
+
+
+def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
+    """Warn of buffers, such as BatchNorm's statistics, that hold batches which a resume trains on again."""
+    if not progress.running or progress.ended or started <= progress.batch or trainer.fit_loop._skip_backward:
         return
-    layers = [one for one in trainer.lightning_module.modules() if isinstance(one, _BatchNorm)]
-    if trainer.fit_loop._skip_backward or not any(one.training and one.track_running_stats for one in layers):
-        return
-    rank_zero_warn(
-        f"A checkpoint is being written after batch {progress.batch} of epoch {progress.epoch} has begun, before the "
-        "optimizer has taken its step. A resume trains on it again, and running statistics of BatchNorm then hold it "
-        "twice. Save in on_train_batch_end, and between windows of accumulated gradients.",
-        category=StatefulWarning,
-    )
+    if changed := _changed_buffers(trainer, progress):
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        rank_zero_warn(
+            f"A checkpoint is being written after batch {progress.batch} of epoch {progress.epoch} has begun, before "
+            f"the optimizer has taken its step. A resume trains on it again, and buffers of the module "
+            f"({', '.join(changed[:3])}{more}) then hold it twice. Save in on_train_batch_end, and between windows of "
+            "accumulated gradients.",
+            category=StatefulWarning,
+        )
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.ledger import LedgerModel, Numbers
 from support.runs import StopAt, assert_resumes, assert_same_end, numbers_module, seeded, stopped, train, training
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StateMismatchError
@@ -167,6 +167,34 @@ def test_a_seed_set_in_setup_is_that_of_the_whole_run(
     assert resumed.trainer.callbacks[0].state_dict()["seed"] == 9
     monkeypatch.setenv("PL_GLOBAL_SEED", "9")
     assert train(make, model=seeded(DrawsInValidation)).ledger == run(make).ledger
+
+
+class ChoosesSubsets(pl.LightningDataModule):
+    """Draws the samples of every epoch from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(3)
+
+    def train_dataloader(self) -> Any:
+        chosen = self.random.choice(22, 8, replace=False).tolist()
+        return DataLoader(Subset(Numbers(22), chosen), batch_size=2, shuffle=True)
+
+
+@pytest.mark.filterwarnings("ignore:The training loader of epoch 1 is another here")  # until the generator is put back
+@pytest.mark.parametrize("moment", [{"batch": 3}, {"hook": "on_train_epoch_end"}], ids=str)
+def test_a_generator_of_a_data_module_goes_on_behind_an_epoch(tmp_path: Path, moment: dict[str, Any]) -> None:
+    def run(*callbacks: Any, **options: Any) -> Any:
+        options |= {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
+        return train(ChoosesSubsets, callbacks=[StatefulDataCallback(seed=7), *callbacks], **options)
+
+    whole, path = run(), tmp_path / "x.ckpt"
+    run(StopAt(moment.get("hook", "on_train_batch_end"), path, epoch=1, batch=moment.get("batch", 0)))
+    resumed = run(ckpt_path=path, seed=99)
+    assert [event for event in whole.ledger if event[:2] in (("train", 2), ("train", 3))] == [
+        event for event in resumed.ledger if event[0] == "train"
+    ]
+    assert_same_end(resumed, whole)
 
 
 class DrawsAtEdges(pl.Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -216,13 +217,44 @@ def test_a_module_that_callbacks_have_changed_is_changed_again(
 
 def test_masks_that_are_not_known_and_statistics_that_count_twice_are_warned_of(tmp_path: Path) -> None:
     run = training(NotZero, lambda: [pruning(lottery=False)()])
-    with pytest.warns(StatefulWarning, match="BatchNorm then hold it twice"):
+    with pytest.warns(StatefulWarning, match=r"backbone\.1\.running_mean\) then hold it twice"):
         stopped(tmp_path / "a.ckpt", hook="on_before_backward", epoch=1, batch=3, run=run)
     contents = torch.load(tmp_path / "a.ckpt", weights_only=True)
     contents["callbacks"]["StatefulDataCallback"]["pruned"] = ["0" * 16]
     torch.save(contents, tmp_path / "a.ckpt")
     with pytest.warns(StatefulWarning, match="masks are not in Lightning's checkpoints"):
         run(ckpt_path=tmp_path / "a.ckpt")
+
+
+class Queue(LedgerModel):
+    """Keeps samples of earlier batches in a buffer, as contrastive learning does, or has statistics of a BatchNorm."""
+
+    def __init__(self, *, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("queue", torch.zeros(3, 4))
+        self.register_buffer("unsaved", torch.zeros(1), persistent=False)
+        self.norm = torch.nn.BatchNorm1d(4) if kind == "norm" else torch.nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        queue: Any = self.queue
+        if self.kind == "queue":
+            queue.data[batch_idx % 3] = batch["x"].mean(0)
+        self.unsaved += 1
+        return super().training_step({**batch, "x": self.norm(batch["x"]) + queue.mean()}, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("queue", r"\(queue\)"), ("norm", r"\(norm\.running_mean, .*"), ("none", "")]
+)
+def test_buffers_that_an_open_window_has_changed_are_named(tmp_path: Path, kind: str, named: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 6, "max_epochs": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stopped(tmp_path / "a.ckpt", hook="on_validation_end", run=training(partial(Queue, kind=kind)), **options)
+    said = [str(one.message) for one in caught if "hold it twice" in str(one.message)]
+    assert len(said) == bool(named)
+    assert all(re.search(rf"after batch 4 of epoch 0 has begun.* buffers of the module {named}", one) for one in said)
 
 
 class FineTuneLearningRateFinder(LearningRateFinder):
