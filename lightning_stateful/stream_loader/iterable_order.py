@@ -231,7 +231,8 @@ class IterableOrder(StreamReader):
     def _next_pass(self, run: StreamRun) -> StreamRun:
         """The run of the next pass that has a batch on all ranks, within an epoch of so many steps."""
         for _ in range(MOST_EMPTY):
-            run = self._begin_after(run, self.beginning_of(run.begun.epoch + 1))
+            # With where the pass before has left each worker: one that has given nothing yet may be asked for it.
+            run = self._begin_after(run, replace(self._left(run), is_here=True))
             if run.has_next():
                 return run
         raise self._gave_nothing()

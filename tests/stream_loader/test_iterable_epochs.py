@@ -14,10 +14,12 @@ from support.iterable_cases import (
     Counts,
     CountsAtEnd,
     CountsWithState,
+    Ends,
     GoesOnWithState,
     Itself,
     ItselfWithState,
     Numbers,
+    OnIterator,
     Tokens,
     Told,
     ToldWithState,
@@ -126,6 +128,25 @@ def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(
         # Where nothing is left of an epoch, the first loop is that of the next.
         left = [batches for batches in (expected[epoch][step:], *expected[epoch + 1 :]) if batches]
         assert again[: len(left)] == left[:2], (epoch, step)
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsAtEnd, CountsWithState, Ends, ItselfWithState, OnIterator])
+def test_an_epoch_of_known_steps_goes_on_with_passes_that_some_workers_have_not_begun(kind: Any) -> None:
+    def loader() -> Any:
+        return stream_loader(kind(), kind=InThisProcess, steps_per_epoch=13, **WORKERS["persistent workers"])
+
+    whole = loader()
+    expected: list[Any] = []
+    states = [whole.state_dict()]
+    for _ in range(2):
+        for batch in whole:
+            expected.append(plain(batch))
+            states.append(whole.state_dict())
+    for step, state in enumerate(states[:-1]):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        again = [plain(batch) for _ in range(2) for batch in resumed]
+        assert again[: len(expected) - step] == expected[step:], step
 
 
 @pytest.mark.parametrize("workers", ["no workers", "fresh workers"])

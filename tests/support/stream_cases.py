@@ -188,13 +188,19 @@ class _Turns:
     """Takes from one worker after the other what it gives."""
 
     def __init__(self, loader: Any) -> None:
-        self._workers: list[list[Any]] = []
+        self._infos: list[Any] = []
         for worker in range(loader.num_workers):
             # Of its own, as in a process.
-            dataset = copy.deepcopy(loader.dataset)
+            dataset = copy.deepcopy(loader.dataset, {id(queue): queue for queue in loader.dataset.queues})
             vars(dataset).update(_process=None)
-            info = torch_worker.WorkerInfo(id=worker, num_workers=loader.num_workers, seed=worker, dataset=dataset)
-            self._workers.append([info, iter(dataset)])
+            self._infos.append(
+                torch_worker.WorkerInfo(id=worker, num_workers=loader.num_workers, seed=worker, dataset=dataset)
+            )
+        self._reset(loader)
+
+    def _reset(self, loader: Any) -> None:
+        """Begin again, as torch has persistent workers do."""
+        self._workers = [[info, iter(info.dataset)] for info in self._infos]
 
     def __iter__(self) -> _Turns:
         return self
