@@ -293,22 +293,36 @@ class IterableLoader(StreamLoader):
 
 
 class _Batches:
-    """One pass over a loader, which goes on behind a batch that could not be read, as torch does."""
+    """One pass over a loader, which goes on behind a batch that could not be read, as torch does.
+
+    Where nothing is left of an epoch that was resumed, it is the pass over the next one.
+    """
 
     def __init__(self, loader: StreamLoader) -> None:
         self._loader, self._batches = loader, loader.tracker.iterate(loader.batches)
+        # Whether nothing has come of an epoch that was resumed within; None until it is read.
+        self._may_be_over: bool | None = None
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Any:
+        tracker = self._loader.tracker
+        if self._may_be_over is None:
+            self._may_be_over = tracker.progress.consumed > 0
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
-            raise
+            if not self._may_be_over:
+                raise
+            self._batches = tracker.iterate(self._loader.batches)
+            batch = next(self._batches)
         except Exception:
-            self._batches = self._loader.tracker.iterate(self._loader.batches, resumes=True)
+            self._batches = tracker.iterate(self._loader.batches, resumes=True)
             raise
+        finally:
+            self._may_be_over = False
+        return batch
 
 
 def is_dealt_out(dataset: Any, topology: Topology) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -231,16 +231,6 @@ def test_a_list_of_files_that_passes_shuffle_in_place_is_not_compared_in_their_p
     patch_dataloader(DataLoader(dataset, batch_size=2)).load_state_dict(loader.state_dict())
 
 
-class CountsPasses(IterableDataset[Any]):
-    """Gives as many samples in every pass, with its number."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        yield from ((self.passes, number) for number in range(4))
-
-
 class Joined(IterableDataset[Any]):
     """One dataset after another."""
 
@@ -249,21 +239,6 @@ class Joined(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.parts)
-
-
-@pytest.mark.parametrize(("stop", "num_workers"), [(1, 0), (2, 0), (3, 0), (6, 0), (3, 2), (4, 2)])
-def test_a_loop_that_asks_a_state_for_its_epoch_goes_on_in_that(stop: int, num_workers: int) -> None:
-    def loader() -> Any:
-        return patch_dataloader(DataLoader(CountsPasses(), batch_size=2, num_workers=num_workers), seed=0)
-
-    def trained(of: Any, epochs: Iterable[int]) -> Iterator[Any]:
-        return ((epoch, plain(batch)) for epoch in epochs for batch in of)
-
-    whole, begun = list(trained(loader(), range(3))), loader()
-    assert list(islice(trained(begun, range(3)), stop)) == whole[:stop]
-    state, resumed = begun.state_dict(), loader()
-    resumed.load_state_dict(state)
-    assert list(trained(resumed, range(state["progress"]["epoch"], 3))) == whole[stop:]
 
 
 @pytest.mark.parametrize("files", [("ax", "cd"), ("ab", "dc"), ("ab", "cx")])
