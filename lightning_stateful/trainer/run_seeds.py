@@ -27,12 +27,12 @@ def seed_hooks(trainer: pl.Trainer, seed: int) -> None:
     They may renew a dataset, or change the weights. It is seeded before the first of them, whatever the order of the
     callbacks. To be called in ``on_train_start``, in a trainer whose lengths are followed.
     """
+    call_before_epochs(trainer, partial(_seed_for, trainer, seed, "epoch start"))
+    call_at_epoch_ends(trainer, partial(_seed_for, trainer, seed, "epoch end"))
 
-    def seed_for(stage: str) -> None:
-        seed_model(seed, 0, stage, trainer.current_epoch, 0)
 
-    call_before_epochs(trainer, partial(seed_for, "epoch start"))
-    call_at_epoch_ends(trainer, partial(seed_for, "epoch end"))
+def _seed_for(trainer: pl.Trainer, seed: int, stage: str) -> None:
+    seed_model(seed, 0, stage, trainer.current_epoch, 0)
 
 
 def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:
