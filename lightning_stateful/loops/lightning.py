@@ -126,6 +126,7 @@ INTERNALS = {
     "fit_loop.epoch_loop.val_loop._has_run": "to run a validation that is due",
     "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "to reload loaders when they would have been reloaded",
     "fit_loop.epoch_loop.val_loop._restart_stage": "to run a validation that is due",
+    "fit_loop.epoch_loop.val_loop._module_mode": "to know within a validation which layers are trained",
     "fit_loop.epoch_loop.val_loop.on_run_end": "to let signals wait for the end of a validation",
     "fit_loop.epoch_loop.val_loop.reset": "to note random generators before a validation's first hook",
     "fit_loop.epoch_loop.val_loop.run": "to run signals' handlers before a validation, not within its end",

@@ -142,7 +142,6 @@ def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
 def follow_lengths(trainer: pl.Trainer) -> None:
     """Tell Lightning before every epoch how many batches it has, which Lightning asks only when it builds loaders."""
     trainer.fit_loop.setup_data = partial(_set_up_epoch, trainer)  # type: ignore[method-assign]
-    trainer.fit_loop.on_advance_end = partial(_end_epoch, trainer)  # type: ignore[method-assign]
 
 
 def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
@@ -155,25 +154,11 @@ def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
     epoch_loop._before_epoch = [*vars(epoch_loop).get("_before_epoch", ()), call]
 
 
-def call_at_epoch_ends(trainer: pl.Trainer, call: Callable[[], None]) -> None:
-    """Call a function, too, at the end of every epoch, before all hooks ``on_train_epoch_end``; otherwise likewise."""
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
-    epoch_loop._at_epoch_end = [*vars(epoch_loop).get("_at_epoch_end", ()), call]
-
-
 def end_following(trainer: pl.Trainer) -> None:
-    """Undo :func:`follow_lengths`, :func:`call_before_epochs` and :func:`call_at_epoch_ends`."""
-    for name in ("setup_data", "on_advance_end"):
-        vars(trainer.fit_loop).pop(name, None)
+    """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
+    vars(trainer.fit_loop).pop("setup_data", None)
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    epoch_loop._before_epoch, epoch_loop._at_epoch_end = [], []
-
-
-def _end_epoch(trainer: pl.Trainer) -> None:
-    fit_loop: Any = trainer.fit_loop
-    for call in vars(fit_loop.epoch_loop).get("_at_epoch_end", ()):
-        call()
-    type(fit_loop).on_advance_end(fit_loop)
+    epoch_loop._before_epoch = []
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:

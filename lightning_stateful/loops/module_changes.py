@@ -25,6 +25,8 @@ from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
 
 _EPOCH_START = "on_train_epoch_start"
+# A tensor's count of changes, by which autograd tells that one was changed in place.
+_COUNT = "_version"
 # Numbers in a buffer up to which it is copied.
 _MOST_NUMBERS = 2**16
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
@@ -271,7 +273,7 @@ def note_buffers(trainer: pl.Trainer) -> None:
 
 def _noted(buffer: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """A buffer, how often it was changed, and a copy of a small one, as ``buffer.data`` may be changed uncounted."""
-    return buffer, buffer._version, buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
+    return buffer, getattr(buffer, _COUNT), buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
 
 
 def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
@@ -292,7 +294,7 @@ def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
 def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
     if copied is not None:
         return now.shape != copied.shape or now.device != copied.device or not torch.equal(now, copied)
-    return now is not was or now._version != version
+    return now is not was or getattr(now, _COUNT) != version
 
 
 def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:

@@ -50,7 +50,7 @@ from lightning_stateful.trainer.loader_proxy import Request, discard_training_lo
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
-from lightning_stateful.trainer.run_seeds import seed_hooks, seed_model
+from lightning_stateful.trainer.run_seeds import seed_model
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
 from lightning_stateful.trainer.validation_data import ValidationData
@@ -386,8 +386,6 @@ class StatefulDataCallback(pl.Callback):
                     loop_progress.forget_restart(trainer)
         if isinstance(self._phase, Resumed):
             loop_progress.follow_lengths(trainer)
-            if self.settings.seed_model:
-                seed_hooks(trainer, self._seed)
             loop_progress.lift_max_steps(trainer, self._phase.progress, self._phase.global_step)
 
     def _fit_again(self, trainer: pl.Trainer, phase: SetUp) -> None:
@@ -425,8 +423,6 @@ class StatefulDataCallback(pl.Callback):
             self._loaders.begin()
             warn_of_old_copies(self._loaders.combined)
             loop_progress.follow_lengths(trainer)
-            if self.settings.seed_model:
-                seed_hooks(trainer, self._seed)
             self.settings.ledger.begin(trainer, self._loaders.combined.loaders, self._progress().epoch_and_step)
         module_changes.watch(trainer, self._phase.saved if isinstance(self._phase, Resumed) else None)
         if isinstance(self._phase, Resumed):
@@ -444,8 +440,9 @@ class StatefulDataCallback(pl.Callback):
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """No batch of the epoch has begun."""
+        """Seed what the model draws before the first batch of an epoch."""
         self._phase = replace(self._in_training(), batch=None)
+        self._seed_model(trainer, "epoch start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """From here on the loop's counters say where training is."""
@@ -479,8 +476,7 @@ class StatefulDataCallback(pl.Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._phase = self._in_training()
             self._results.note_validation(trainer)
-            if self.settings.seed_model:
-                seed_model(self._seed, topology_of(trainer).rank, "validation", *loop_progress.next_step(trainer))
+            self._seed_model(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
@@ -489,6 +485,7 @@ class StatefulDataCallback(pl.Callback):
         self.settings.ledger.end_epoch(reached, is_over=self._progress().epoch_and_step[0] > reached[0])
         self._results.end(trainer)
         optimizer_steps.end_resumed_epoch(trainer)
+        self._seed_model(trainer, "epoch end")
 
     def _in_training(self) -> Training:
         """The phase of a run that trains by now."""
@@ -498,3 +495,7 @@ class StatefulDataCallback(pl.Callback):
     def _seed(self) -> int:
         # That of seed_everything within setup() of a module, too.
         return seed_or_default(self.settings.seed) if self._loaders is None else self._loaders.seed
+
+    def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
+        if self.settings.seed_model:
+            seed_model(self._seed, topology_of(trainer).rank, stage, *loop_progress.next_step(trainer))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import call_at_epoch_ends, call_before_epochs, reloads_every
+from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
 
@@ -19,20 +18,6 @@ from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
     """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
     seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
-
-
-def seed_hooks(trainer: pl.Trainer, seed: int) -> None:
-    """Let what hooks draw at the beginning and end of an epoch follow from the seed and that epoch, alike on all ranks.
-
-    They may renew a dataset, or change the weights. It is seeded before the first of them, whatever the order of the
-    callbacks. To be called in ``on_train_start``, in a trainer whose lengths are followed.
-    """
-    call_before_epochs(trainer, partial(_seed_for, trainer, seed, "epoch start"))
-    call_at_epoch_ends(trainer, partial(_seed_for, trainer, seed, "epoch end"))
-
-
-def _seed_for(trainer: pl.Trainer, seed: int, stage: str) -> None:
-    seed_model(seed, 0, stage, trainer.current_epoch, 0)
 
 
 def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:

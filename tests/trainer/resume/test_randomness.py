@@ -197,38 +197,6 @@ def test_a_generator_of_a_data_module_goes_on_behind_an_epoch(tmp_path: Path, mo
     assert_same_end(resumed, whole)
 
 
-class DrawsAtEdges(pl.Callback):
-    """Comes before the callback of this package, and moves the weights by what it draws around an epoch."""
-
-    def _move(self, pl_module: Any) -> None:
-        with torch.no_grad():
-            for weight in pl_module.parameters():
-                weight += float(torch.randn(())) + float(np.random.randn())
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._move(pl_module)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._move(pl_module)
-
-
-@pytest.mark.parametrize("moment", [{"batch": 5}, {"hook": "on_train_epoch_end"}], ids=str)
-def test_what_hooks_draw_around_an_epoch_follows_from_it_whatever_their_order(
-    tmp_path: Path, moment: dict[str, Any]
-) -> None:
-    def run(**options: Any) -> Any:
-        data = DataLoader(Numbers(12), batch_size=2, shuffle=True)
-        return train(lambda: data, model=seeded(LedgerModel), max_epochs=3, **options)
-
-    def callbacks(*others: Any) -> list[Any]:
-        return [DrawsAtEdges(), StatefulDataCallback(seed=7), *others]
-
-    whole, path = run(callbacks=callbacks()), tmp_path / "x.ckpt"
-    stop = StopAt(moment.get("hook", "on_train_batch_end"), path, epoch=0, batch=moment.get("batch", 0))
-    run(callbacks=callbacks(stop))
-    assert_same_end(run(callbacks=callbacks(), ckpt_path=path, seed=99), whole)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dropout_on_a_gpu_goes_on_exactly_after_a_resume(tmp_path: Path) -> None:
