@@ -21,6 +21,7 @@ from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.metric_states import MetricState, MetricStates, plain
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
+from lightning_stateful.loops.module_changes import note_buffers
 from lightning_stateful.loops.other_callbacks import monitors
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -60,8 +61,9 @@ class EpochResults:
         self.generators = ModelGenerators()
 
     def note_batch(self, trainer: pl.Trainer) -> None:
-        """Remember the sums as a batch begins, which a save within it has to keep."""
+        """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""
         epoch, batch = next_step(trainer)
+        note_buffers(trainer)
         self._at_end = None
         self._note_validated(trainer)
         if batch == 0:

@@ -452,7 +452,6 @@ class StatefulDataCallback(pl.Callback):
             refuse_other_loaders(trainer, self._loaders)
         self._phase = Training(loop_progress.note_batch(trainer), phase.validation_epoch)
         self._results.note_batch(trainer)
-        module_changes.note_buffers(trainer)
         self.settings.ledger.begin_batch(trainer)
         other_callbacks.clear_stale_gradients(trainer)
 
