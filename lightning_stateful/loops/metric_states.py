@@ -95,13 +95,13 @@ class MetricStates:
     def _all(self, trainer: pl.Trainer) -> dict[str, Any]:
         if self._metrics is None:
             held = {"": trainer.lightning_module, **_modules_of_callbacks(trainer)}
-            found = {
-                f"{of}.{name}".strip("."): module for of, one in held.items() for name, module in one.named_modules()
-            }
-            # One that the module holds too has its name there.
-            first = {id(module): name for name, module in reversed(found.items())}
-            self._metrics = {name: module for name, module in found.items() if first[id(module)] == name}
-            self._metrics = {name: module for name, module in self._metrics.items() if _is_metric(module)}
+            # Each once: one that the module holds too has its name there.
+            found: dict[int, tuple[str, Any]] = {}
+            for of, one in held.items():
+                for name, module in one.named_modules():
+                    if _is_metric(module):
+                        found.setdefault(id(module), (f"{of}.{name}".strip("."), module))
+            self._metrics = dict(found.values())
         return self._metrics
 
     def _kept(self, trainer: pl.Trainer, *, running: bool = True) -> dict[str, Any]:

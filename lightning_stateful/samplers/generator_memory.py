@@ -52,11 +52,12 @@ def torch_memory(generator: torch.Generator) -> Any:
     None if torch lays out its objects in another way.
     """
     begin = _torch_begin()
-    if begin is None:
-        return None
-    return (ctypes.c_char * (_BEFORE_WORDS + 4 * NUM_WORDS + _BEHIND_WORDS)).from_address(
-        _torch_address(generator) + begin
-    )
+    return None if begin is None else _torch_memory_from(generator, begin)
+
+
+def _torch_memory_from(generator: torch.Generator, begin: int) -> Any:
+    size = _BEFORE_WORDS + 4 * NUM_WORDS + _BEHIND_WORDS
+    return (ctypes.c_char * size).from_address(_torch_address(generator) + begin)
 
 
 def _torch_address(generator: torch.Generator) -> int:
@@ -79,10 +80,7 @@ def _torch_begin() -> int | None:
         return None
     if begin < 0:
         return None
-    size = _BEFORE_WORDS + 4 * NUM_WORDS + _BEHIND_WORDS
-    of_one, of_other = (
-        (ctypes.c_char * size).from_address(_torch_address(generator) + begin) for generator in (one, other)
-    )
+    of_one, of_other = (_torch_memory_from(generator, begin) for generator in (one, other))
     # Of an odd count, normal numbers are kept, in double precision and in single.
     for draw in (
         int,
@@ -101,7 +99,7 @@ _PYTHON_MEMORY = python_memory(_PYTHON)
 _TORCH_MEMORY = torch_memory(torch.default_generator)
 # Of torch's own, to seed others by: it takes half the time of NumPy's.
 _SEEDED = torch.Generator()
-_ALL_USED, _NO_NORMAL = struct.pack("=i", NUM_WORDS), bytes(16)
+ALL_USED, NO_NORMAL = struct.pack("=i", NUM_WORDS), bytes(16)
 _bit_generator: Callable[[], Any] = np.random.mtrand.get_bit_generator
 
 
@@ -124,11 +122,18 @@ def _numpy_memory(bits: Any) -> Any:
     return (ctypes.c_char * (4 * (NUM_WORDS + 1))).from_address(bits.ctypes.state_address)
 
 
-def _normal_memory() -> Any:
-    """The memory of the second of two normal numbers, which NumPy's legacy functions keep for later, behind a flag.
+def normal_memory(generator: np.random.RandomState) -> Any:
+    """The memory of the second of two normal numbers, which a ``RandomState`` keeps for later, behind a flag.
 
     None if objects are laid out in another way than in CPython.
     """
+    begin = _normal_begin()
+    return None if begin is None else (ctypes.c_char * len(NO_NORMAL)).from_address(id(generator) + begin)
+
+
+@lru_cache(maxsize=1)
+def _normal_begin() -> int | None:
+    """Where in a ``RandomState`` that lies."""
     if sys.implementation.name != "cpython":
         return None
     # Where it is shows in another object of that kind, which is given a flag and a number to be found by.
@@ -140,10 +145,11 @@ def _normal_memory() -> Any:
     tried.set_state((*state[:3], 0, 0.0))
     if begin < 0 or any(held.raw[begin : begin + 16]):
         return None
-    return (ctypes.c_char * 16).from_address(id(np.random.mtrand._rand) + begin)
+    return begin
 
 
-_NORMAL_MEMORY = _normal_memory()
+# That of NumPy's legacy functions.
+_NORMAL_MEMORY = normal_memory(np.random.mtrand._rand)
 _IS_KNOWN = None not in (_TORCH_MEMORY, _PYTHON_MEMORY, _NORMAL_MEMORY)
 
 
@@ -185,7 +191,7 @@ def seed_memory(for_python: int) -> bool:
     of_numpy = _memory_of_numpy()
     if of_numpy is None:
         return False
-    of_numpy.raw, _NORMAL_MEMORY.raw = _TORCH_WORDS.raw + _ALL_USED, _NO_NORMAL
+    of_numpy.raw, _NORMAL_MEMORY.raw = _TORCH_WORDS.raw + ALL_USED, NO_NORMAL
     _SEEDED.manual_seed(for_python)
-    _PYTHON_MEMORY.raw, _PYTHON.gauss_next = _ALL_USED + _SEEDED_WORDS.raw, None
+    _PYTHON_MEMORY.raw, _PYTHON.gauss_next = ALL_USED + _SEEDED_WORDS.raw, None
     return True

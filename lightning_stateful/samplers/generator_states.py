@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.samplers.generator_memory import NUM_WORDS, python_memory
+from lightning_stateful.samplers.generator_memory import ALL_USED, NO_NORMAL, NUM_WORDS, normal_memory, python_memory
 from lightning_stateful.samplers.rng import (
     get_generator_state,
     seed_generator,
@@ -131,21 +131,17 @@ class _Pcg64State(GeneratorState):
 
 
 class _TwisterState(GeneratorState):
-    """The state of a ``RandomState``, in its memory: 624 words and their number, and a second normal number.
-
-    Args:
-        gauss: Where in the object the second normal number is.
-    """
+    """The state of a ``RandomState``, in its memory: 624 words and their number, and a second normal number."""
 
     __slots__ = ("_gauss", "_memory")
 
-    def __init__(self, generator: Any, place: int, gauss: int) -> None:
+    def __init__(self, generator: Any, place: int) -> None:
         super().__init__(generator, place)
         self._memory = (ctypes.c_char * 2500).from_address(generator._bit_generator.ctypes.state_address)
-        self._gauss = (ctypes.c_char * 16).from_address(id(generator) + gauss - 8)
+        self._gauss = normal_memory(generator)
 
     def seed(self, seed: int) -> None:
-        self._memory.raw, self._gauss.raw = self._drawn_words(seed) + _ALL_USED, _NO_SECOND
+        self._memory.raw, self._gauss.raw = self._drawn_words(seed) + ALL_USED, NO_NORMAL
 
     def get(self) -> Any:
         return self._memory.raw, self._gauss.raw
@@ -164,7 +160,7 @@ class _PythonState(GeneratorState):
         self._memory = python_memory(generator)
 
     def seed(self, seed: int) -> None:
-        self._memory.raw = _ALL_USED + self._drawn_words(seed)
+        self._memory.raw = ALL_USED + self._drawn_words(seed)
         self.generator.gauss_next = None
 
     def get(self) -> Any:
@@ -174,15 +170,12 @@ class _PythonState(GeneratorState):
         self._memory.raw, self.generator.gauss_next = state
 
 
-_ALL_USED, _NO_SECOND = struct.pack("=i", NUM_WORDS), bytes(16)
-
-
 def state_for(generator: Any, place: int) -> GeneratorState:
     """The state of a generator, in its memory where this version of NumPy has it where it is expected."""
     if type(generator) is np.random.Generator and type(generator.bit_generator) is np.random.PCG64 and _knows_pcg64():
         return _Pcg64State(generator, place)
-    if type(generator) is np.random.RandomState and (gauss := _gauss_offset()):
-        return _TwisterState(generator, place, gauss)
+    if type(generator) is np.random.RandomState and normal_memory(generator) is not None:
+        return _TwisterState(generator, place)
     if type(generator) is random.Random and python_memory(generator) is not None:
         return _PythonState(generator, place)
     return GeneratorState(generator, place)
@@ -218,13 +211,3 @@ def _knows_pcg64() -> bool:
     words = [int.from_bytes(memory[-32:-16], "little"), int.from_bytes(memory[-16:], "little")]
     told = [state["state"]["state"], state["state"]["inc"]]
     return words == told and struct.unpack("=iI", memory[:8]) == (1, state["uinteger"])
-
-
-@lru_cache(maxsize=1)
-def _gauss_offset() -> int:
-    """The offset of the second normal number in a ``RandomState``, behind whether it has one; 0: unknown."""
-    tried = np.random.RandomState(5)
-    tried.standard_normal()
-    memory = ctypes.string_at(id(tried), np.random.RandomState.__basicsize__)
-    at = memory.find(struct.pack("=d", tried.get_state(legacy=False)["gauss"]))
-    return at if at > 8 and memory[at - 8 : at - 4] == struct.pack("=i", 1) else 0

@@ -89,14 +89,8 @@ class SamplerTrial:
         return False
 
     def tell_epochs(self) -> None:
-        """Try whether ``set_epoch`` tells others of the epoch, and whether epochs told before matter.
-
-        Where it takes long, they count as if they did.
-        """
+        """Try whether ``set_epoch`` tells others of the epoch, and whether epochs told before matter."""
         facts = self._facts
-        if facts.told_in > QUICK:
-            facts.remembers_told = True
-            return
         facts.hands_epoch_on = self._hands_epoch_on()
         facts.remembers_told, facts.adds_up = self._depends_on_told()
 

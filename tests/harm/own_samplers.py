@@ -146,6 +146,16 @@ class CountsAtEnd(CountsAtStart):
         self.epoch += 1
 
 
+class CountsInFinally(CountsAtStart):
+    """Counts a pass in ``finally``, so that one that is broken off counts too."""
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from permutation(self.epoch)
+        finally:
+            self.epoch += 1
+
+
 class KeepsItsSubset(Sampler[int]):
     """Draws half of the samples in its first pass and keeps to them, in another order each time."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harm.basics import LENGTH, loader, permutation
-from harm.own_samplers import CountsAtEnd, CountsAtStart
+from harm.own_samplers import CountsAtEnd, CountsInFinally
 from torch.utils.data import DataLoader
 
 from lightning_stateful import patch_dataloader
@@ -16,16 +15,6 @@ from lightning_stateful.errors import StatefulWarning
 
 STEPS, EPOCHS = LENGTH // 4, 3
 SAYS_NOTHING = pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
-
-
-class CountsInFinally(CountsAtStart):
-    """Counts a pass where its iterator comes to its end, or is dropped."""
-
-    def __iter__(self) -> Iterator[int]:
-        try:
-            yield from permutation(self.epoch)
-        finally:
-            self.epoch += 1
 
 
 def made(kind: Any, workers: int = 0) -> DataLoader[Any]:

@@ -10,19 +10,9 @@ from typing import Any
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.laws import judged
-from harm.own_samplers import CountsAtStart, Sized
+from harm.own_samplers import CountsInFinally, Sized
 from harm.runs import train
 from harm.table import Entry, of
-
-
-class CountsInFinally(CountsAtStart):
-    """Counts a pass in ``finally``, so that one that is broken off counts too."""
-
-    def __iter__(self) -> Iterator[int]:
-        try:
-            yield from permutation(self.epoch)
-        finally:
-            self.epoch += 1
 
 
 class DrawsInFinally(Sized):
