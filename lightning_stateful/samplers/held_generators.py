@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ class HeldGenerators:
 
     They are ``numpy.random.Generator``, ``numpy.random.RandomState``, ``random.Random`` and ``torch.Generator`` objects
     of the CPU, and no subclasses of these. They are looked for in all that
-    :func:`~lightning_stateful.samplers.attributes.reached` goes through. A place is the shortest way there.
+    :func:`~lightning_stateful.samplers.attributes.reached` goes through. A place is the shortest way there. Those by
+    which Hugging Face's ``shuffle`` and ``interleave_datasets`` order samples are left as they are.
 
     They are looked for once after :meth:`begin`, before and after the first batch: one that was made while it was read
     is seeded, and the batch read once more. They are looked for again where one has been replaced.
@@ -55,6 +56,11 @@ class HeldGenerators:
     def leaves_some(self) -> bool:
         """Whether generators of an object are left as they are, so that reading again draws other numbers."""
         return bool(self._spared)
+
+    @property
+    def places(self) -> set[int]:
+        """The places of those that were found."""
+        return {state.place for state in self._states}
 
     def begin(self) -> None:
         """Look for generators anew at the next batch."""
@@ -119,7 +125,7 @@ class HeldGenerators:
         """The present states, equal as long as nothing is drawn."""
         if self._is_first:
             self._find()
-            self._is_first = False
+            self._is_first, self.is_idle = False, not self._found
         return [comparable_state(state) for state in self._states]
 
     def _seed(self, seed: int) -> None:
@@ -183,10 +189,8 @@ class HeldGenerators:
         self._found, self._holders = {}, []
         self._left = {0, *(identity_of(value) for holder in self._spared for value in vars(holder).values())}
         places: dict[tuple[int, Any], Place] = {}
-        for place in reached(self._roots):
-            identity = identity_of(place.value)
-            if identity is not None:
-                self._note(identity, place, places)
+        for identity, place in held_places((), **self._roots):
+            self._note(identity, place, places)
         self._states = list(self._found.values())
         self._watched = [one[1:4] for known, one in places.items() if known not in self._ignored]
 
@@ -204,6 +208,29 @@ class HeldGenerators:
             self._holders.append(holder)
         if identity not in self._found:
             self._found[identity] = state_for(place.value, derive_seed("held", *place.path))
+
+
+def held_places(known: Collection[int], **roots: Any) -> Iterator[tuple[int, Place]]:
+    """The places of generators, each with what tells it from others: 0 for those not to be seeded.
+
+    Args:
+        known: Objects, by ``id()``, that are not looked into.
+        **roots: The objects by name.
+    """
+
+    def looks_into(value: Any) -> bool:
+        # What was found before is no place: it would be another in a process that has not looked yet.
+        return not isinstance(value, HeldGenerators) and id(value) not in known
+
+    for place in reached(roots, looks_into):
+        identity = identity_of(place.value)
+        if identity is not None and not (place.above is not None and _orders_samples(place.above.value)):
+            yield identity, place
+
+
+def _orders_samples(holder: Any) -> bool:
+    """Whether it is a stage or setting of Hugging Face's, which draws an order from a copy of its generator."""
+    return type(holder).__module__ == "datasets.iterable_dataset"
 
 
 def _is_order(value: Any) -> bool:

@@ -20,7 +20,7 @@ from lightning_stateful.samplers.generator_states import process_states
 from lightning_stateful.samplers.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
-from lightning_stateful.stream_nodes.nodes import MOST_BARE, NodeState, Shards, StreamNode
+from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
 
 _NUM_NAMES = 3
 _SECONDS_TO_EXIT = 1.0
@@ -103,9 +103,8 @@ class HuggingFaceShards(Shards):
             # A pass may begin with other generators.
             self._held.begin()
             self._epoch = epoch
-        held = self._held if self.num_bare >= MOST_BARE else None
         reruns = bool(self.reread_if_drawn)
-        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=reruns, held=held)
+        return HuggingFaceNode(self._shard(shard), epoch, is_exact=not self.reread, reruns=reruns, held=self._held)
 
     def name(self, shard: int) -> str:
         """Its files, as far as Hugging Face knows them, or its number."""
@@ -113,6 +112,10 @@ class HuggingFaceShards(Shards):
         files = [file for stage in stages for file in pipelines.files_of(stage)]
         more = f" and {len(files) - _NUM_NAMES} more" if len(files) > _NUM_NAMES else ""
         return ", ".join(files[:_NUM_NAMES]) + more or f"shard {shard} of {self.num_shards}"
+
+    def look_again(self) -> None:
+        """Look for the generators anew that functions may draw from."""
+        self._held.begin()
 
     def describe(self) -> dict[str, Any]:
         """Number of shards, columns, stages, and digests of the names of files and of the seeds of stages."""
@@ -142,10 +145,10 @@ class HuggingFaceNode(StreamNode[Any]):
         epoch: Its epoch.
         is_exact: Whether Hugging Face's state is exact as long as functions do not draw.
         reruns: Whether a resume runs functions of the user's once more for some samples.
-        held: The generators that functions may draw from, where that is known; None to look for them in the dataset.
+        held: The generators that functions may draw from.
     """
 
-    def __init__(self, dataset: Any, epoch: int, *, is_exact: bool, reruns: bool, held: HeldGenerators | None) -> None:
+    def __init__(self, dataset: Any, epoch: int, *, is_exact: bool, reruns: bool, held: HeldGenerators) -> None:
         super().__init__()
         dataset.set_epoch(epoch)
         self._dataset, self._epoch, self._is_exact, self._reruns = dataset, epoch, is_exact, reruns
@@ -154,7 +157,10 @@ class HuggingFaceNode(StreamNode[Any]):
         self._samples: Any = None
         # States of the generators before the samples that are read now, where draws are watched.
         self._before: tuple[Any, ...] | None = None
-        self._held = HeldGenerators(is_repeatable=False, dataset=dataset) if held is None else held
+        self._held = held
+
+    def held_objects(self) -> Any:
+        """Nothing: a shard shares its functions, and their arguments, with the dataset."""
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Open the shard at its beginning, or at a state.

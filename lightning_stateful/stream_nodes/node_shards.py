@@ -167,6 +167,10 @@ class GraphNode(StreamNode[Any]):
         self._make_graph, self._has_state = make_graph, has_state
         self._graph: Any = None
 
+    def held_objects(self) -> Any:
+        """The graph."""
+        return self._graph
+
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Begin the pass, or go to where a state was taken."""
         super().reset(initial_state)

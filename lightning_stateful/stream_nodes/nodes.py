@@ -20,8 +20,6 @@ NodeState = dict[str, Any]
 # What nodes count in their states of what they leave out: shards, samples on which a function failed, samples too long.
 LEFT_OUT = ("skipped_shards", "skipped_samples", "dropped")
 
-# Shards in a row without generators of their own, behind which nobody looks for more.
-MOST_BARE = 4
 _SKIPPED_AT_ONCE = 256
 
 
@@ -33,7 +31,6 @@ class Shards(ABC):
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         runs_users_code: Whether code of the user's that may draw random numbers runs as a shard is opened or read.
-        num_bare: Shards in a row, so far, whose nodes held no random generators of their own.
         was_watched: Whether it is known in this process if functions remember what they were given.
         has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
@@ -45,7 +42,6 @@ class Shards(ABC):
 
     draws: bool = False
     runs_users_code: bool = True
-    num_bare: int = 0
     was_watched: bool = False
     has_index: bool = False
     hides_workers: bool = False
@@ -80,6 +76,9 @@ class Shards(ABC):
         """Samples of each shard, where that is known without reading."""
         return None
 
+    def look_again(self) -> None:  # noqa: B027  # most shards do not look
+        """Look for random generators anew, if the shards do: functions have made some while samples were read."""
+
     def seeded(self, seed: int) -> Shards:
         """The same shards, with this seed where they draw an order and have no seed of their own."""
         return self
@@ -112,6 +111,10 @@ class StreamNode(BaseNode[T]):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torchdata annotates only some of its methods
+
+    def held_objects(self) -> Any:
+        """What may lead to random generators to which the shards do not, in the node of a shard that was reset."""
+        return self
 
     def next(self) -> T:
         """The next item. A class that does not define it defines :meth:`next_many`, or ``__iter__``."""

@@ -12,12 +12,12 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.held_generators import HeldGenerators
+from lightning_stateful.samplers.attributes import PLAIN, reached
+from lightning_stateful.samplers.held_generators import HeldGenerators, held_places
 from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.stream_nodes.nodes import (
-    MOST_BARE,
     NodeState,
     Shards,
     StreamNode,
@@ -103,6 +103,9 @@ class ShardReader(StreamNode[Any]):
         self._seeds_samples = seeds_samples and seed is not None
         self._node: BaseNode[Any] | None = None
         self._held = HeldGenerators(is_repeatable=False, shards=shards)
+        self._has_looked = False
+        # What the shards lead to, kept so that no other object gets its id().
+        self._known: dict[int, Any] | None = None
         self.said: list[str] = []
 
     def check_state(self, state: Any, path: str) -> None:
@@ -189,6 +192,19 @@ class ShardReader(StreamNode[Any]):
 
     def _open(self) -> None:
         """Open a shard where its state was taken, and leave out what was given since."""
+        node = self._node_at_state()
+        self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
+        self._samples = chain.from_iterable(self._runs(node)) if self._draws else node
+        since = self._item - self._state_item
+        found = sum(1 for _ in islice(self._samples, since)) if self._draws else skip(node, since)
+        if found < since:
+            raise PositionError(
+                f"{self._item} samples of {self._name()} were used, but now it ends after {self._state_item + found}. "
+                "Read the same data, or resume from another checkpoint."
+            )
+
+    def _node_at_state(self) -> Any:
+        """The node of a shard, where its state was taken."""
         number = self._numbers[self._at]
         if self._seed is None:
             node: Any = self._shards.node(number, self._epoch)
@@ -211,26 +227,13 @@ class ShardReader(StreamNode[Any]):
                 f"{type(node).__qualname__} cannot go on from its state in {self._name()}: {type(error).__name__}: "
                 f"{error}. Resume from another checkpoint, or mend its reset()."
             ) from error
-        self._draws = self._seeds_samples and bool(getattr(node, "draws", self._shards.draws))
-        self._samples = chain.from_iterable(self._runs(node)) if self._draws else node
-        since = self._item - self._state_item
-        found = sum(1 for _ in islice(self._samples, since)) if self._draws else skip(node, since)
-        if found < since:
-            raise PositionError(
-                f"{self._item} samples of {self._name()} were used, but now it ends after {self._state_item + found}. "
-                "Read the same data, or resume from another checkpoint."
-            )
+        return node
 
     def _runs(self, node: BaseNode[Any]) -> Iterator[list[Any]]:
         """The samples of a shard that are always read together, under one seed."""
-        item, held, shards = self._state_item, self._held, self._shards
-        # A search takes longer than a small shard.
-        if shards.num_bare < MOST_BARE:
-            held = HeldGenerators(is_repeatable=False, shards=shards, node=node)
-            holds_more = len(held.present()) > len(self._held.present())
-            shards.num_bare = 0 if holds_more else shards.num_bare + 1
-        read = node.read_into if isinstance(node, StreamNode) else partial(_read_plainly, node)
+        item, held = self._state_item, self._held_by(node)
         while True:
+            read = node.read_into if isinstance(node, StreamNode) else partial(_read_plainly, node)
             self._take_state(node, item)
             run: list[Any] = []
             try:
@@ -241,8 +244,47 @@ class ShardReader(StreamNode[Any]):
                 raise
             if not run:
                 return
+            if self._finds_more():
+                # As in a process in which they are there when the shard is opened.
+                close(node)
+                node = self._node_at_state()
+                held = self._held_by(node)
+                continue
             yield run
             item += len(run)
+
+    def _held_by(self, node: BaseNode[Any]) -> HeldGenerators:
+        """The generators that the shards lead to, and a node of theirs.
+
+        Every node is looked at, so that what is seeded does not depend on which shards this process has opened before;
+        but not what the shards lead to again, as that may take longer than to read a small shard.
+        """
+        own = node.held_objects() if isinstance(node, StreamNode) else node
+        if type(own) in PLAIN:
+            return self._held
+        if self._known is None:
+            self._known = {id(place.value): place.value for place in reached({"shards": self._shards})}
+        if all(
+            not identity or id(place.value) in self._known for identity, place in held_places(self._known, node=own)
+        ):
+            return self._held
+        held = HeldGenerators(is_repeatable=False, shards=self._shards, node=own)
+        # A single search.
+        held.present()
+        return held
+
+    def _finds_more(self) -> bool:
+        """Whether the first samples that are read have had functions make generators of their own; looks once."""
+        if self._has_looked:
+            return False
+        known, self._has_looked = self._held.places, True
+        self._held.begin()
+        self._held.present()
+        if self._held.places <= known:
+            return False
+        self._known = None
+        self._shards.look_again()
+        return True
 
     def _seeded(self, held: HeldGenerators, item: int, read: Callable[..., T], *arguments: Any) -> T:
         seed = mixed_seed(self._seed or 0, self._numbers[self._at], item)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import PurePath
+from types import GeneratorType
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -98,6 +99,10 @@ class ChunkNode(StreamNode[Any]):
         self._read_chunk, self._ref = read_chunk, ref
         self._samples: Any = None
         self.draws = True
+
+    def held_objects(self) -> Any:
+        """What stands for the chunk, and what gives its samples; into a generator nobody can look."""
+        return self._ref if isinstance(self._samples, GeneratorType) else (self._ref, self._samples)
 
     def reset(self, initial_state: NodeState | None = None) -> None:
         """Open the chunk at its beginning."""
