@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, package_of
+from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, is_users, package_of
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
@@ -24,6 +24,7 @@ _PLAIN: tuple[Any, ...] = tuple(BUILT_IN)
 _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor, np.ndarray, *GENERATORS)
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
+_DEFAULTS = (bool, int, float, str)
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader, SynchronizedBase)
 _LIBRARIES = LIGHTNINGS | {"lightning_stateful", "datasets"}
 
@@ -64,8 +65,18 @@ class HeldState:
             put_back(value, copied)
 
     def plain(self) -> dict[str, str]:
-        """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``."""
+        """The numbers and strings among the attributes, but for paths, by the way that leads there, as ``repr``.
+
+        A default in a user's class is what an instance has until another is set.
+        """
         plain: dict[str, str] = {}
+        for name, (value, copied) in self._kept.items():
+            if isinstance(copied, dict) and not isinstance(value, (dict, FunctionType)):
+                way = name.partition(".")[2]
+                for kind in reversed(type(value).__mro__):
+                    held = vars(kind).items() if is_users(kind.__module__) else ()
+                    defaults = {key: item for key, item in held if type(item) in _DEFAULTS and key[:2] != "__"}
+                    plain |= {f"{way}.{key}".removeprefix("."): repr(item) for key, item in defaults.items()}
         for name, item in self.attributes():
             if isinstance(item, (int, float, bool, str)) and not (isinstance(item, str) and "/" in item):
                 plain[name] = repr(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.user_loaders import Pickled, copied
 
 _END = object()
+_log = logging.getLogger(__name__)
 
 
 class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
@@ -315,6 +317,12 @@ class _Batches:
         except StopIteration:
             if not self._may_be_over:
                 raise
+            _log.warning(
+                "The state was taken behind the last batch of epoch %d, which a dataset without length shows only now. "
+                "This pass is epoch %d: a loop that counts its passes by itself has one less left.",
+                tracker.progress.epoch - 1,
+                tracker.progress.epoch,
+            )
             self._batches = tracker.iterate(self._loader.batches)
             batch = next(self._batches)
         except Exception:

@@ -397,9 +397,7 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
     for prefix, owner in owners.items():
         state = HeldState(owner, containers=False)
         held = {name: text for name, value in state.attributes() if (text := _shown(value))}
-        # A default in the class is what an instance has until another is set.
-        defaults = {name: repr(value) for name, value in vars(type(owner)).items() if type(value) in _DEFAULTS}
-        held = {**{name: text for name, text in defaults.items() if name[:2] != "__"}, **state.plain(), **held}
+        held = state.plain() | held
         found |= {f"{prefix}{name}": _shortened(text) for name, text in held.items()}
     return found
 

@@ -130,6 +130,23 @@ def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(
         assert again[: len(left)] == left[:2], (epoch, step)
 
 
+def test_a_state_from_behind_the_last_batch_says_that_the_first_loop_is_the_next_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def resumed_at(state: Any) -> tuple[Any, str]:
+        caplog.clear()
+        loader = patch_dataloader(user_loader(Counts, "no workers"))
+        loader.load_state_dict(state)
+        return [plain(batch) for batch in loader], caplog.text
+
+    whole = patch_dataloader(user_loader(Counts, "no workers"))
+    states = [whole.state_dict() for _ in whole]
+    second = [plain(batch) for batch in whole]
+    assert "epoch 0, which a dataset without length shows only now. This pass is epoch 1" in resumed_at(states[-1])[1]
+    assert resumed_at(states[-1])[0] == second
+    assert resumed_at(states[-2])[1] == ""
+
+
 @pytest.mark.parametrize("kind", [Counts, CountsAtEnd, CountsWithState, Ends, ItselfWithState, OnIterator])
 def test_an_epoch_of_known_steps_goes_on_with_passes_that_some_workers_have_not_begun(kind: Any) -> None:
     def loader() -> Any:

@@ -121,6 +121,26 @@ def halve(dataset: Any, level: int) -> None:
     dataset.halves.fill_(level)
 
 
+class Base:
+    level = 0
+
+
+class Scales(Base):
+    """A transform with a default in the class of its base."""
+
+    def __call__(self, value: float) -> float:
+        return value + 1000.0 * self.level
+
+
+class Transformed(Levels):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Scales()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), self.transform(index))
+
+
 class Kinds(Levels):
     """Holds containers that a hook changes in place, and a cache that fills while samples are read."""
 
@@ -173,6 +193,23 @@ def test_containers_arrays_and_tensors_that_a_hook_changes_are_named(tmp_path: P
     assert re.search(warned if "array" in warned else re.escape(warned), said), said
     assert "cache" not in said
     assert "seen" not in said
+
+
+def test_a_value_that_a_transform_has_from_a_base_class_until_a_hook_sets_it_is_followed(tmp_path: Path) -> None:
+    def harden(dataset: Any, level: int) -> None:
+        dataset.transform.level = level
+
+    def fit(*, resumed: bool) -> list[list[float]]:
+        dataset = Transformed()
+        callback = Sets(dataset, harden, tmp_path / "middle.ckpt")
+        loader = DataLoader(dataset, batch_size=2, shuffle=True)
+        trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
+        trainer.fit(BoringModel(), loader, ckpt_path=callback.path if resumed else None)
+        return callback.trained
+
+    whole = fit(resumed=False)
+    with pytest.warns(StatefulWarning, match=re.escape("transform.level was 5 and is 0")):
+        assert fit(resumed=True) != whole[BATCHES + 4 :]
 
 
 class Stages(pl.Callback):
