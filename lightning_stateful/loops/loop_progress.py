@@ -21,6 +21,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.loops.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 from lightning_stateful.loops.saved_progress import TRACKED, LoopProgress, count_step, read_counters, rewritten
+from lightning_stateful.samplers.generator_states import process_states
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 # Ours, kept with the loop: the batch of which the optimizer has taken the step; see optimizer_steps.py.
@@ -154,11 +155,31 @@ def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
     epoch_loop._before_epoch = [*vars(epoch_loop).get("_before_epoch", ()), call]
 
 
+def warn_of_draws_before_seeding(trainer: pl.Trainer) -> None:
+    """Warn, in a trainer whose lengths are followed, if hooks have drawn since the data of this epoch were set up.
+
+    Warns:
+        StatefulWarning: They have, for the first time: a resume from the end of an epoch draws others there.
+    """
+    held = vars(trainer.fit_loop.epoch_loop)
+    before = held.pop("_before_hooks", None)
+    if before is not None and before != process_states() and not held.get("_said_draws"):
+        # Ours, kept with the loop.
+        held["_said_draws"] = True
+        rank_zero_warn(
+            "A callback that comes before StatefulDataCallback has drawn random numbers in on_train_epoch_start, where "
+            "nothing has seeded them: a resume from the end of an epoch draws others. Let StatefulDataCallback be the "
+            "first of Trainer(callbacks=[...]).",
+            category=StatefulWarning,
+        )
+
+
 def end_following(trainer: pl.Trainer) -> None:
     """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
     vars(trainer.fit_loop).pop("setup_data", None)
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     epoch_loop._before_epoch = []
+    vars(epoch_loop).pop("_before_hooks", None)
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:
@@ -167,6 +188,7 @@ def _set_up_epoch(trainer: pl.Trainer) -> None:
     for call in vars(fit_loop.epoch_loop).get("_before_epoch", ()):
         call()
     type(fit_loop).setup_data(fit_loop)
+    fit_loop.epoch_loop._before_hooks = process_states()
     vars(fit_loop.epoch_loop).pop("_ended_early", None)
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
     if combined is None or fit_loop.max_batches == float("inf"):

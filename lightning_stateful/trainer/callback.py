@@ -30,7 +30,6 @@ from lightning_stateful.loops.checkpoint import (
 )
 from lightning_stateful.loops.epoch_results import EpochResults
 from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
-from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.run_notes import note_of_run, say_resumed
 from lightning_stateful.loops.saved_progress import (
     CALLBACK_KEY,
@@ -50,7 +49,7 @@ from lightning_stateful.trainer.loader_proxy import Request, discard_training_lo
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
-from lightning_stateful.trainer.run_seeds import seed_model
+from lightning_stateful.trainer.run_seeds import seed_stage
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
 from lightning_stateful.trainer.validation_data import ValidationData
@@ -497,4 +496,4 @@ class StatefulDataCallback(pl.Callback):
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
-            seed_model(self._seed, topology_of(trainer).rank, stage, *loop_progress.next_step(trainer))
+            seed_stage(trainer, self._seed, stage)

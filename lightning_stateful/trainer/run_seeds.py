@@ -10,7 +10,8 @@ from typing import Any
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import reloads_every
+from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
+from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
 
@@ -18,6 +19,17 @@ from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
     """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
     seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
+
+
+def seed_stage(trainer: pl.Trainer, seed: int, stage: str) -> None:
+    """Seed what happens in a hook of an epoch, and in those behind it.
+
+    Warns:
+        StatefulWarning: Hooks have drawn as the epoch started, before they were seeded.
+    """
+    if stage == "epoch start":
+        warn_of_draws_before_seeding(trainer)
+    seed_model(seed, topology_of(trainer).rank, stage, *next_step(trainer))
 
 
 def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:

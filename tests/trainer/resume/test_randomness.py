@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,23 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import LedgerModel, Numbers
-from support.runs import StopAt, assert_resumes, assert_same_end, numbers_module, seeded, stopped, train, training
+from support.runs import (
+    StopAt,
+    assert_resumes,
+    assert_same_end,
+    numbers_module,
+    quiet_trainer,
+    seeded,
+    stopped,
+    train,
+    training,
+)
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 
 class Noisy(Dataset[Any]):
@@ -216,3 +228,22 @@ def test_dropout_on_a_gpu_goes_on_exactly_after_a_resume(tmp_path: Path) -> None
     run(first, max_steps=8).trainer.save_checkpoint(tmp_path / "stop.ckpt")
     run(second, ckpt_path=tmp_path / "stop.ckpt")
     assert {**first.drawn, **second.drawn} == whole.drawn
+
+
+class DrawsAtStart(pl.Callback):
+    """Draws the strength of an epoch as it starts."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.strength = float(np.random.rand())
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
+def test_a_callback_that_draws_as_an_epoch_starts_is_seeded_or_warned_of(is_first: bool) -> None:
+    ours, theirs = StatefulDataCallback(), DrawsAtStart()
+    trainer = quiet_trainer(*((ours, theirs) if is_first else (theirs, ours)), max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel(), DataLoader(torch.ones(8, 32), batch_size=2))
+    said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    assert len(said) == (not is_first), said
+    assert all("A callback that comes before StatefulDataCallback has drawn random numbers" in one for one in said)
