@@ -26,8 +26,9 @@ class CollateWatch:
     """Looks at what a ``collate_fn`` holds before and after each of the first batches that a process collates.
 
     A list, deque, string, tuple or tensor that nearly every one of them changes, and not only adds to, is carried over,
-    as a buffer of tokens is. What is only added to is a cache, or counts. A number or an iterator that nearly every one
-    moves on is warned of if the function's code uses it otherwise than to count. Nothing of the function's is called.
+    as a buffer of tokens is. What is only added to is a cache, or counts. A number, a dict of numbers or an iterator
+    that nearly every one moves on is warned of if the function's code uses it otherwise than to count. Nothing of the
+    function's is called.
 
     Args:
         collate_fn: The function, or an object that is called.
@@ -129,7 +130,10 @@ class _CountWatch(ReadWatch):
         """It has been collated: warn, once, of what that has counted up."""
         if not self.is_over:
             now = self._snapshot()
-            self._end_look([name for name in self._look(self._held, now) if self._is_moved(now.get(name))])
+            found = self._look(self._held, now)
+            # A dict that only gets items is a cache.
+            counted = [name for name in found if isinstance(now[name], dict) and name in self._changes]
+            self._end_look([name for name in found if self._is_moved(now[name])] + counted)
 
 
 def _content(value: Any) -> bytes:

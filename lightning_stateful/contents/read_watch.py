@@ -387,10 +387,11 @@ def _is_grown(was: Any, now: Any) -> bool:
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:
-    """Whether changes are those of a number that only grows or falls, of several numbers, or of a queue."""
+    """Whether changes are of a number that only grows or falls, or takes turns, of several numbers, or of a queue."""
     pairs = [pair for pair in changes if pair[0] is not None]
     if all(isinstance(one, (int, float)) for pair in pairs for one in pair):
-        return len({was < now for was, now in pairs}) == 1
+        takes_turns = len(pairs) >= _LEAST_CHANGES and len(set(pairs)) == 2
+        return takes_turns or len({was < now for was, now in pairs}) == 1
     return all(map(_are_counts, *zip(*pairs, strict=True))) or all(map(_moves_on, *zip(*pairs, strict=True)))
 
 

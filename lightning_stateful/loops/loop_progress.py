@@ -161,7 +161,7 @@ def warn_of_draws_before_seeding(trainer: pl.Trainer) -> None:
     Warns:
         StatefulWarning: They have, for the first time: a resume from the end of an epoch draws others there.
     """
-    held = vars(trainer.fit_loop.epoch_loop)
+    held: Any = vars(trainer.fit_loop.epoch_loop)
     before = held.pop("_before_hooks", None)
     if before is not None and before != process_states() and not held.get("_said_draws"):
         # Ours, kept with the loop.

@@ -153,6 +153,35 @@ def counts_in_closure() -> Any:
     return collate
 
 
+class TakesTurns:
+    """Shortens every other batch, or by a count in a dict."""
+
+    def __init__(self) -> None:
+        self.turn, self.is_short, self.counts = 0, False, {"batches": 0}
+
+    def by_number(self, samples: Any) -> Any:
+        self.turn = (self.turn + 1) % 2
+        return samples[: 1 + self.turn]
+
+    def by_flag(self, samples: Any) -> Any:
+        self.is_short = not self.is_short
+        return samples[:1] if self.is_short else samples
+
+    def by_dict(self, samples: Any) -> Any:
+        self.counts["batches"] += 1
+        return samples[: 1 + self.counts["batches"] % 3]
+
+    def adds_up(self, samples: Any) -> Any:
+        """Sets a number to 0 for each batch, and adds up in it."""
+        self.turn = 0
+        for sample in samples:
+            self._add(sample)
+        return self.turn
+
+    def _add(self, sample: Any) -> None:
+        self.turn += len(sample)
+
+
 class CountsBatches(Caching):
     """Has a ``collate_fn`` that counts batches, and says now and then how many there were."""
 
@@ -178,8 +207,11 @@ class CountsBatches(Caching):
         (counts_in_closure(), "collate changes 'number'"),
         (counts_globally, "counts_globally changes 'NUMBER'"),
         (partial(CountsBatches.warm_up, CountsBatches(TEXTS)), "CountsBatches changes 'said'"),
+        (TakesTurns().by_number, "TakesTurns changes 'turn'"),
+        (TakesTurns().by_flag, "TakesTurns changes 'is_short'"),
+        (TakesTurns().by_dict, "TakesTurns changes 'counts'"),
     ],
-    ids=["count", "iterator", "closure", "global", "of the dataset"],
+    ids=["count", "iterator", "closure", "global", "of the dataset", "turns", "flag", "dict"],
 )
 def test_a_count_that_decides_what_a_batch_is_is_warned_of_once_by_name(collate: Any, name: str) -> None:
     (warning,) = read(collate)
@@ -191,6 +223,7 @@ def test_a_count_of_batches_alone_is_not() -> None:
     data = CountsBatches(TEXTS)
     assert read(data.collate, data) == []
     assert data.batches == 20
+    assert read(TakesTurns().adds_up) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
