@@ -156,14 +156,14 @@ class ReadWatch:
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         """Whether nearly every batch has changed a count or a queue that the code which reads uses."""
         latest = changes[-1][1]
-        is_moving, is_number = isinstance(latest, _Moving), isinstance(latest, (int, float))
+        is_moving, is_set = isinstance(latest, _Moving), isinstance(latest, (int, float, dict))
         if not self._is_often(len(changes), is_counted=self._is_moved(latest)) or not (
             is_moving or _is_count_or_queue(changes)
         ):
             return False
         used = _uses(self._dataset, name)
-        # A number that is set, and not counted up, is mostly the index in hand.
-        return used.uses and (used.counts or not is_number)
+        # A number that is set, and not counted up, is mostly the index in hand; numbers, what was drawn for a sample.
+        return used.uses and (used.counts or not is_set)
 
     @staticmethod
     def _is_moved(value: Any) -> bool:

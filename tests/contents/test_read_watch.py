@@ -53,6 +53,25 @@ class Transform:
         return index / 2 + (self.calls > 99)
 
 
+class Jitter:
+    """Draws its parameters for each sample, and notes them, as transforms for sound do."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Any] = {}
+
+    def __call__(self, dataset: Any, index: int) -> Any:
+        self.draw()
+        return self.applied(index) if self.parameters["is_on"] else index
+
+    def draw(self) -> None:
+        self.parameters["is_on"] = random.random() < 0.5
+        if self.parameters["is_on"]:
+            self.parameters["scale"] = random.uniform(0.5, 2)
+
+    def applied(self, index: int) -> float:
+        return index * self.parameters["scale"]
+
+
 class Queue(Remembers):
     """Mixes a sample with one that was read before."""
 
@@ -375,6 +394,7 @@ HARMLESS = {
         flip=False,
         rng=random.Random(),
     ),
+    "drawn": lambda: Remembers(Jitter()),
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
 REMEMBERING = {
