@@ -108,8 +108,8 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
     """Go through what objects reach, the nearest first, in bounded depth and number.
 
     They are reached through attributes, slots, lists, dicts, partials, closures, bound methods, default arguments,
-    module variables that functions read which are not part of an installed package, functions of the user's classes,
-    and generators that are attributes of classes. Numbers, strings, arrays and empty containers are left out, and what
+    module variables that functions read which are not part of an installed package, functions and attributes of the
+    user's classes, also of those that functions name, and generators that are attributes of other classes. Numbers, strings, arrays and empty containers are left out, and what
     is held by modules, samplers and loaders of torch, and by objects of Lightning. No property or method is called.
 
     Args:
@@ -202,7 +202,30 @@ def _parts_of_function(function: FunctionType) -> list[Part]:
     parts += [(name, part, None, None) for name, part, _, _ in _numbered(function.__defaults__ or ())]
     defaults, own = function.__kwdefaults__ or {}, vars(function)
     held = [(defaults, sorted(defaults)), (function.__globals__, _variables_of(function)), (own, sorted(own))]
-    return parts + [(name, of[name], of, name) for of, names in held for name in names if type(of[name]) not in _ENDS]
+    parts += [(name, of[name], of, name) for of, names in held for name in names if type(of[name]) not in _ENDS]
+    return parts + [part for kind in _classes_named_by(function) for part in _parts_named_of(kind, function)]
+
+
+def _classes_named_by(function: FunctionType) -> list[type]:
+    """Classes of the user's among the variables of its module that a function of the user's reads."""
+    held, code = function.__globals__, function.__code__
+    named = [held.get(name) for name in names_in(code)] if is_users(function.__module__) else []
+    classes = [kind for kind in named if isinstance(kind, type) and is_users(kind.__module__)]
+    return [kind for kind in classes if kind.__name__ in variables_in(code)]
+
+
+# Methods of a class that are called by its name.
+_BY_CLASS = ("__init__", "__call__")
+
+
+def _parts_named_of(kind: type, function: FunctionType) -> list[Part]:
+    """What a class has by the names that a function and, in their turn, its methods of such names name."""
+    names, parts = {*names_in(function.__code__), *_BY_CLASS}, dict[str, Part]()
+    while found := [part for part in parts_of_class(kind) if part[0] in names and part[0] not in parts]:
+        for part in found:
+            parts[part[0]] = part
+            names |= set(names_in(part[1].__code__)) if isinstance(part[1], FunctionType) else set()
+    return [parts[name] for name in sorted(parts)]
 
 
 def _variables_of(function: FunctionType) -> list[str]:
@@ -241,7 +264,7 @@ def variables_in(code: CodeType) -> frozenset[str]:
 
 
 def parts_of_class(kind: type) -> list[Part]:
-    """Generators that attributes of a class are, or bind, and the functions of one that is the user's."""
+    """Generators that attributes of a class are, or bind; of one that is the user's also functions and what may hold some."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
         parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
@@ -257,11 +280,16 @@ def _parts_in_class(kind: type) -> list[Part]:
     for name, part in vars(kind).items():
         function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
         function = part.fget if isinstance(part, property) else function
-        if identity_of(part) is not None:
+        if identity_of(part) is not None or (name[:2] != "__" and _may_hold(part) and is_users(kind.__module__)):
             parts.append((name, part, vars(kind), name))
         elif isinstance(function, _BINDING) or (isinstance(function, FunctionType) and is_users(function.__module__)):
             parts.append((name, function, None, None))
     return parts
+
+
+def _may_hold(part: Any) -> bool:
+    """Whether an attribute of a class is a container or an object, and nothing that is called as a method."""
+    return not (callable(part) or hasattr(type(part), "__get__")) and _may_lead(part)
 
 
 # Those of torch and Lightning have hundreds of attributes, which stay.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -168,6 +168,41 @@ class OfDraws:
 
 def test_it_is_found_behind_a_class_that_is_held_or_named_itself() -> None:
     assert drawn(VARIABLE, OfDraws()) == drawn(VARIABLE, OfDraws())
+
+
+class Noise:
+    """Draws from a generator of its class, and is never made."""
+
+    rng = np.random.default_rng(5)
+
+    @classmethod
+    def drawn(cls) -> float:
+        return cls._drawn()
+
+    @classmethod
+    def _drawn(cls) -> float:
+        return float(cls.rng.random())
+
+
+class Config:
+    settings = Holder(rng=np.random.default_rng(6))
+    generators: ClassVar = {"a": np.random.default_rng(7)}
+
+    @property
+    def shown(self) -> Any:
+        return Config.generators["a"]
+
+
+def test_it_is_found_in_a_class_that_is_only_named_and_in_what_a_class_holds() -> None:
+    def draws() -> float:
+        return Noise.drawn()
+
+    assert drawn(Noise.rng, draws) == drawn(Noise.rng, draws)
+    for generator in (Config.settings.rng, Config.generators["a"]):  # type: ignore[attr-defined]
+        assert drawn(generator, Config()) == drawn(generator, Config())
+    names_the_class = HeldGenerators(dataset=lambda other: isinstance(other, Noise))
+    names_the_class.isolated(5, lambda: None)
+    assert names_the_class.is_idle
 
 
 def test_an_attribute_is_not_taken_for_a_variable_of_that_name() -> None:

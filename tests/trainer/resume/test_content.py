@@ -111,6 +111,27 @@ def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -
         train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
 
 
+@pytest.mark.parametrize("stop", [{"batch": 3}, {"batch": 10}, {"epoch": 1, "batch": 3}], ids=str)
+def test_what_reads_as_before_only_the_first_time_is_warned_of_from_the_first_epoch_on(
+    tmp_path: Path, stop: dict[str, int]
+) -> None:
+    class Quasi(Hidden):
+        """Draws from a sequence that no seed sets, and begins anew in each process."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.engine = torch.quasirandom.SobolEngine(1, scramble=True, seed=0)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            sample = super().__getitem__(index)
+            return {**sample, "x": sample["x"] + self.engine.draw(1).item()}
+
+    path = tmp_path / "stop.ckpt"
+    stopped(path, lambda: module(Quasi()), **stop)
+    with pytest.warns(StatefulWarning, match=r"Batch 0 of epoch \d has another content whenever it is read"):
+        train(lambda: module(Quasi()), ckpt_path=path)
+
+
 class CountsOutside(Hidden):
     """Counts in its class, in a variable of the module, and in a default argument."""
 
