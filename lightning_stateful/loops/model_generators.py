@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.module_changes import note_weights
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.attributes import reached
 from lightning_stateful.samplers.generator_states import identity_of
@@ -141,6 +142,7 @@ class ModelGenerators:
 
     def _before_reset(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
         self._before_validation = next_step(trainer), self._states(trainer)
+        note_weights(trainer)
         original()
 
     def _note_drawn(self, trainer: pl.Trainer) -> None:

@@ -29,6 +29,8 @@ _EPOCH_START = "on_train_epoch_start"
 _COUNT = "_version"
 # Numbers in a buffer up to which it is copied.
 _MOST_NUMBERS = 2**16
+# Weights that are named.
+_MOST_NAMED = 3
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
 _SWAP = "_swap_models"
 
@@ -71,8 +73,9 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 
 def end_watching(trainer: pl.Trainer) -> None:
-    """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers."""
-    vars(trainer.fit_loop).pop("_buffers", None)
+    """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
+    for noted in ("_buffers", "_weights"):
+        vars(trainer.fit_loop).pop(noted, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
     for callback in _callbacks(trainer):
@@ -140,7 +143,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     Returns:
         ``trainable``: which parameters are trained, and which BatchNorm layers keep statistics, where a BaseFinetuning
         callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
-        ModelPruning callback a digest of its masks, and one of the weights that it goes back to.
+        ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
+        a validation, the weights that are others than before it.
     """
     if trainer is None:
         return {}
@@ -155,8 +159,41 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     masks = [_digest_of_masks(one, list(_masks(one))) for one in _callbacks(trainer) if isinstance(one, ModelPruning)]
     if any(masks):
         found["pruned"] = masks
+    if replaced := _replaced_weights(trainer):
+        found["replaced"] = replaced
+        rank_zero_warn(
+            f"A checkpoint is being written within a validation, and weights of the module ({_some(replaced)}) are "
+            "others than before it: a hook has put averages in their place, say. It is good for evaluation; a resume "
+            "from it goes on with these weights. To resume, keep a checkpoint that is written outside of validations.",
+            category=StatefulWarning,
+        )
     _warn_of_buffers(trainer, progress, started)
     return found
+
+
+def note_weights(trainer: pl.Trainer) -> None:
+    """Note the sums of all weights as a validation begins, ahead of all hooks."""
+    # Kept with the loop.
+    vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
+
+
+def _sums_of_weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    parts = {name: getattr(one, "_local_tensor", one) for name, one in trainer.lightning_module.named_parameters()}
+    with torch.no_grad():
+        return {name: part.sum(dtype=torch.float64) for name, part in parts.items() if part.is_floating_point()}
+
+
+def _replaced_weights(trainer: pl.Trainer) -> list[str]:
+    """The first weights that are others than before a validation within training, while it goes on."""
+    at, before = vars(trainer.fit_loop).get("_weights", (None, {}))
+    if not trainer.validating or trainer.sanity_checking or at != next_step(trainer) or _holds_averages(trainer):
+        return []
+    now = _sums_of_weights(trainer)
+    return [name for name, one in before.items() if name in now and one.item() != now[name].item()][:_MOST_NAMED]
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names)}{' and others' if len(names) == _MOST_NAMED else ''}"
 
 
 def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgress) -> None:
@@ -168,6 +205,13 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
         progress: Where the run goes on.
     """
     callbacks = _callbacks(trainer)
+    if replaced := saved.get("replaced"):
+        rank_zero_warn(
+            f"The checkpoint was written within a validation in which weights of the module ({_some(list(replaced))}) "
+            "were others than before it, such as averages. Training goes on with these, so the resume is not exact. "
+            "Resume from a checkpoint that was written outside of validations.",
+            category=StatefulWarning,
+        )
     if any(isinstance(one, BaseFinetuning) for one in callbacks):
         _restore_trainable(trainer, saved.get("trainable"), progress)
     digests = iter(saved.get("pruned", ()))

@@ -89,6 +89,51 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
                 run(ckpt_path=path)
 
 
+class OwnAverages(pl.Callback):
+    """Puts averages in place of the weights while it validates, as people write it."""
+
+    averages: Any = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        weights = pl_module.state_dict()
+        held = self.averages or weights
+        self.averages = {name: held[name].lerp(weight, 0.5) for name, weight in weights.items()}
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.averages:
+            self.weights = {name: weight.clone() for name, weight in pl_module.state_dict().items()}
+            pl_module.load_state_dict(self.averages)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.averages:
+            pl_module.load_state_dict(self.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.averages = state_dict["averages"]
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_end"])
+def test_weights_that_a_hook_has_replaced_for_a_validation_are_named_at_the_save_and_on_the_resume(
+    tmp_path: Path, hook: str
+) -> None:
+    path = tmp_path / "stop.ckpt"
+    run = training(LedgerModel, lambda: [OwnAverages()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", StatefulWarning)
+        stopped(path, hook=hook, epoch=1, run=run)
+        run(ckpt_path=path)
+    words = [str(one.message) for one in said if issubclass(one.category, StatefulWarning)]
+    if hook == "on_validation_end":
+        # Callbacks that save come last: the weights are back.
+        assert words == []
+    else:
+        assert "written within a validation, and weights of the module (net.0.weight" in words[0]
+        assert "Training goes on with these, so the resume is not exact" in words[1]
+
+
 def save_in_training(path: Path, trainer: pl.Trainer, *args: Any) -> None:
     if not trainer.sanity_checking:
         trainer.save_checkpoint(path)
