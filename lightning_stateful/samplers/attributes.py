@@ -264,7 +264,7 @@ def variables_in(code: CodeType) -> frozenset[str]:
 
 
 def parts_of_class(kind: type) -> list[Part]:
-    """Generators that attributes of a class are or bind; of one of the user's also functions, and what may hold some."""
+    """Generators that attributes of a class are or bind; of a user's class also functions, and what may hold some."""
     parts: list[Part] = []
     for one in kind.__mro__[:-1]:
         parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
