@@ -109,8 +109,9 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
 
     They are reached through attributes, slots, lists, dicts, partials, closures, bound methods, default arguments,
     module variables that functions read which are not part of an installed package, functions and attributes of the
-    user's classes, also of those that functions name, and generators that are attributes of other classes. Numbers, strings, arrays and empty containers are left out, and what
-    is held by modules, samplers and loaders of torch, and by objects of Lightning. No property or method is called.
+    user's classes, also of those that functions name, and generators that are attributes of other classes. Numbers,
+    strings, arrays and empty containers are left out, and what is held by modules, samplers and loaders of torch, and
+    by objects of Lightning. No property or method is called.
 
     Args:
         roots: The objects by name.
@@ -214,13 +215,10 @@ def _classes_named_by(function: FunctionType) -> list[type]:
     return [kind for kind in classes if kind.__name__ in variables_in(code)]
 
 
-# Methods of a class that are called by its name.
-_BY_CLASS = ("__init__", "__call__")
-
-
 def _parts_named_of(kind: type, function: FunctionType) -> list[Part]:
     """What a class has by the names that a function and, in their turn, its methods of such names name."""
-    names, parts = {*names_in(function.__code__), *_BY_CLASS}, dict[str, Part]()
+    # One may be made to be called.
+    names, parts = {*names_in(function.__code__), "__call__"}, dict[str, Part]()
     while found := [part for part in parts_of_class(kind) if part[0] in names and part[0] not in parts]:
         for part in found:
             parts[part[0]] = part
