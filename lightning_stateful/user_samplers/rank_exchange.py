@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed
 
 from lightning_stateful.errors import RankMismatchError
+from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.generator_states import process_states
+from lightning_stateful.samplers.rng import state_of_generator
 from lightning_stateful.samplers.tracker import detect_topology
 
 # Of each name, values that were exchanged so far; all processes exchange the same in the same order.
@@ -59,6 +62,30 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
         time.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
     return [json.loads(value) for value in store.multi_get(keys)]
+
+
+def draws_differ(name: str, generators: Collection[Any]) -> bool:
+    """Whether code that draws from some generators draws other numbers on each rank, as they stand before training.
+
+    That is so where they are seeded by rank, or by nobody. All processes are to ask together.
+
+    Args:
+        name: What draws, the same on all processes.
+        generators: The generators; none for those of the process, which are compared once, as training seeds them.
+    """
+    states = list(map(state_of_generator, generators)) or list(map(repr, process_states()))
+    group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    if not generators and _DIFFER and _DIFFER[0] is group:
+        return bool(_DIFFER[1])
+    digests = exchanged(f"draws of {name}", hex_digest("".join(states).encode())) or [""]
+    differ = len(set(digests)) > 1
+    if not generators:
+        _DIFFER[:] = group, differ
+    return differ
+
+
+# The process group, and whether generators of its processes differed when they were compared first.
+_DIFFER: list[Any] = []
 
 
 def post(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.rank_exchange import exchanged
+from lightning_stateful.user_samplers.rank_exchange import draws_differ, exchanged
 from lightning_stateful.user_samplers.sampler_check import check_sampler
-from lightning_stateful.user_samplers.sampler_facts import Dealing
+from lightning_stateful.user_samplers.sampler_copy import held_at
+from lightning_stateful.user_samplers.sampler_facts import Dealing, seed_of_rank
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     is_given_ranks,
@@ -44,9 +46,16 @@ def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
         return Dealing(is_own=not order.is_dealt_out or (num_replicas > 1 and not order.is_wrapped))
     if num_replicas == 1 or order.is_known or not order.is_dealt_out:
         return Dealing(is_own=not order.is_dealt_out, begins=order.facts.sequence)
-    facts = order.facts
+    facts, generators = order.facts, generators_of(order)
     knows = is_given_ranks(order.sampler) or facts.asks
     alone = _prove(order, num_replicas, rank) if knows else None
+    differ = bool(generators) and draws_differ(f"sampler {order.name}", generators)
+    # In plain loops torch deals nothing out, and one that is seeded by rank knows it by that.
+    knows = knows or (differ and not (order.is_wrapped or order.memory.is_in_trainer))
+    drawn_by = rank if differ and knows and alone is None else None
+    if drawn_by is not None:
+        of_rank: Any = order
+        facts = replace(of_rank, seed=seed_of_rank(order.seed, rank)).facts
     report = {
         "rank": rank,
         "name": order.name,
@@ -82,7 +91,21 @@ def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
         f"together: each of the {num_replicas} ranks iterates its own, where Lightning, left to deal out, would divide "
         "its share once more. A resume needs as many ranks."
     )
-    return Dealing(is_own=True, begins=[of["sequence"] for of in reports], note=note)
+    begins = [of["sequence"] for of in reports]
+    if drawn_by is None:
+        return Dealing(is_own=True, begins=begins, note=note)
+    note = (
+        f"{order.name} holds random generators that are seeded otherwise on each rank: each iterates its own, as in "
+        f"torch, and draws by (seed {order.seed}, rank, epoch). A resume needs as many ranks."
+    )
+    return Dealing(is_own=True, drawn_by=rank, facts=facts, begins=begins, note=note)
+
+
+def generators_of(order: UserSampler) -> list[Any]:
+    """The random generators that a sampler holds, and those outside of it that its code reaches."""
+    memory = order.memory
+    held = [held_at(order.sampler, path) for path in sorted(memory.generators, key=repr)]
+    return held + [state.generator for _, state in memory.generators_outside(order.sampler, order.dataset)]
 
 
 def _beginning_in(report: Any) -> str:

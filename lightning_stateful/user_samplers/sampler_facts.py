@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.user_samplers.sampler_ranks import Setting
 
 ResumeMode = Literal["fast_forward", "own_state"]
@@ -77,6 +78,7 @@ class Dealing:
 
     Attributes:
         is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
+        drawn_by: The rank, where each draws numbers of its own; None where all draw alike.
         settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
         answers: Whether torch.distributed answers it that there is one rank.
         facts: What trying a copy that was told of one rank has shown; None where it is not told.
@@ -85,8 +87,18 @@ class Dealing:
     """
 
     is_own: bool = False
+    drawn_by: int | None = None
     settings: tuple[Setting, ...] = ()
     answers: bool = False
     facts: SamplerFacts | None = None
     begins: str | list[str] = ""
     note: str = ""
+
+    def seed_for(self, seed: int) -> int:
+        """The seed of what the sampler draws on this rank."""
+        return seed if self.drawn_by is None else seed_of_rank(seed, self.drawn_by)
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """A seed for draws that are other ones on each rank."""
+    return loader_seed(seed, f"@{rank}")

@@ -311,7 +311,7 @@ class WrappedSampler:
         """The sampler, or a copy of it, to be iterated under the randomness of epochs."""
         return IteratedSampler(
             sampler,
-            self.seed,
+            self.dealing.seed_for(self.seed),
             dataset=self.dataset,
             settings=settings,
             asked=asked,
@@ -441,7 +441,7 @@ class WrappedSampler:
 
     def _tell(self, epoch: int) -> None:
         # As when it is iterated.
-        with OwnRandomness(derive_seed("sampler", self.seed, epoch, 0)):
+        with OwnRandomness(derive_seed("sampler", self.dealing.seed_for(self.seed), epoch, 0)):
             self.memory.tell_epoch(self.sampler, self.dataset, epoch)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
