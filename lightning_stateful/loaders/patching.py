@@ -41,9 +41,8 @@ from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
-from lightning_stateful.user_samplers.rank_exchange import draws_differ
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
-from lightning_stateful.user_samplers.sampler_dealing import generators_of
+from lightning_stateful.user_samplers.sampler_dealing import draws_of
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
@@ -120,7 +119,8 @@ def build_patched(
             seed = seed_or_default(seed)
             description = describe_loader(loader, seed=seed, accept=accept, tail=tail, keeps_last=keeps_last, **use)
         if own_rank is not None:
-            how["path"] = _own_path(path, own_rank, description, exact=exact)
+            how["path"] = _own_path(path, own_rank, description)
+            description = description if exact else _with_own_draws(description, own_rank)
         kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
         # Not the constructor of a user's class, which may ask for anything.
         made = kind.__new__(kind)
@@ -266,21 +266,24 @@ def deals_itself(loader: object) -> bool:
     return isinstance(sampler, (DDPSamplerWrapper, StatefulDistributedSampler))
 
 
-def _own_path(path: str, rank: int, description: LoaderDescription, *, exact: bool) -> str:
+def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
     """The path that chooses the order of a loader which is not dealt out to ranks.
 
-    Computed orders and torch's random samplers draw from (seed, path, rank). So does any other sampler whose generators
-    stand otherwise on other ranks; where all stand alike it is run under the same randomness on all ranks, as it may
-    take this rank's share of one common sequence.
+    Computed orders and torch's random samplers draw from (seed, path, rank). Any other sampler is run under the same
+    randomness on all ranks, but for what ranks draw for themselves in torch too: it may take this rank's share of one
+    common sequence.
     """
     order = description.order
-    if not isinstance(order, WrappedSampler):
-        alike = description.has_whole_batches
-    elif exact or type(order.sampler) in _RANDOM or (order.is_known and type(order.innermost) not in _RANDOM):
-        alike = type(order.sampler) not in _RANDOM
-    else:
-        alike = not draws_differ(f"sampler {order.name}", generators_of(order))
+    alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else description.has_whole_batches
     return path if alike else f"{path}@{rank}"
+
+
+def _with_own_draws(description: LoaderDescription, rank: int) -> LoaderDescription:
+    """The same, with what each rank draws for itself: from generators that it holds, or from those of the process."""
+    order = description.order
+    if not isinstance(order, WrappedSampler) or type(order.sampler) in _RANDOM:
+        return description
+    return description._replace(order=order.replaced(draws=draws_of(order, rank)))
 
 
 def _refuse_shards(loader: DataLoader[Any]) -> None:

@@ -15,7 +15,7 @@ from lightning_stateful.errors import RankMismatchError, StatefulWarning
 from lightning_stateful.loaders.patching import deals_itself
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_content, is_fingerprint
-from lightning_stateful.user_samplers.rank_exchange import failing_together
+from lightning_stateful.user_samplers.rank_exchange import failing_together, kinds_drawn_apart
 
 T = TypeVar("T")
 Descriptions = Mapping[str, Mapping[str, Any]]
@@ -75,6 +75,8 @@ def build_alike(
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if trainer.world_size == 1 or not running:
         return build()
+    # Before training seeds them.
+    kinds_drawn_apart("this process", ())
     failure: Exception | None = None
     try:
         with failing_together(what):

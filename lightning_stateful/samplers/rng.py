@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ContextDecorator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +19,8 @@ from lightning_stateful.samplers.generator_memory import Memory, exchange_memory
 
 T = TypeVar("T")
 _MOST_OF_INT64 = 2**63 - 1
+# The process's own generators, in the order of :class:`Randomness`.
+KINDS = ("torch", "random", "numpy")
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -33,6 +35,11 @@ class Randomness(NamedTuple):
     def now(cls) -> Randomness:
         """The present states."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+    def as_texts(self) -> list[str]:
+        """The states as texts that are equal for equal ones."""
+        of_numpy = (*self.of_numpy[:1], self.of_numpy[1].tolist(), *self.of_numpy[2:])
+        return [str(self.of_torch.tolist()), repr(self.of_python), repr(of_numpy)]
 
     def restore(self) -> None:
         """Put the generators back to these states."""
@@ -203,10 +210,21 @@ class OwnRandomness:
     def __init__(self, seed: int) -> None:
         self.seed(seed)
 
-    def seed(self, seed: int) -> None:
-        """Seed them; not within a block."""
+    def seed(self, seed: int, *, other: int = 0, kinds: Collection[str] = ()) -> None:
+        """Seed them; not within a block.
+
+        Args:
+            seed: The seed.
+            other: The seed of some kinds of them.
+            kinds: Which: some of :data:`KINDS`.
+        """
         with keep_randomness():
             seed_randomness(seed)
+            if kinds:
+                of_seed = Randomness.now()
+                seed_randomness(other)
+                pairs = zip(KINDS, of_seed, Randomness.now(), strict=True)
+                Randomness(*(after if kind in kinds else before for kind, before, after in pairs)).restore()
             self._held = _snapshot()
 
     def _exchange(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import attributes_of
 from lightning_stateful.samplers.generator_states import GeneratorState, identity_of
-from lightning_stateful.samplers.rng import OwnRandomness, keep_randomness, seed_generator
+from lightning_stateful.samplers.rng import KINDS, OwnRandomness, keep_randomness, seed_generator
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.user_samplers.sampler_copy import (
     Path,
@@ -23,7 +23,7 @@ from lightning_stateful.user_samplers.sampler_copy import (
     digest_of_contents,
     held_at,
 )
-from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
+from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
@@ -43,6 +43,7 @@ class IteratedSampler:
             not be there in a resumed run.
         outside: Generators outside of it that its code reaches, by the names that lead there.
         tell: Tells it the epoch; None to call every ``set_epoch`` in it.
+        draws: What each rank draws for itself; None for nothing.
     """
 
     sampler: Any
@@ -58,10 +59,11 @@ class IteratedSampler:
         generators: Collection[Path] = (),
         outside: Sequence[tuple[Path, GeneratorState]] = (),
         tell: Callable[[int], None] | None = None,
+        draws: RankDraws | None = None,
     ) -> None:
         self._tell = partial(_tell_epoch, sampler, dataset) if tell is None else tell
         self.sampler, self._seed, self._dataset, self._generators = sampler, seed, dataset, generators
-        self._settings, self._asked = settings, asked
+        self._settings, self._asked, self._draws = settings, asked, draws
         self._random, self._outside = OwnRandomness(seed), OutsideRandomness(outside)
         is_plain = not (settings or asked is not None or outside)
         self._block: AbstractContextManager[None] = self._random if is_plain else _Told(self._blocks)
@@ -125,13 +127,23 @@ class IteratedSampler:
             yield self._asked.answering()
 
     def _reseed(self, *labels: int) -> None:
-        self._random.seed(derive_seed("sampler", self._seed, *labels))
-        seed_of = partial(_seed_of_generator, self._seed, labels)
+        seed_randomness_of_pass(self._random, self._seed, labels, self._draws)
+        is_apart = self._draws is not None and "held" in self._draws.kinds
+        held = self._draws.seed_of(self._seed) if self._draws is not None and is_apart else self._seed
+        seed_of = partial(_seed_of_generator, held, labels)
         for path in self._generators:
             generator = held_at(self.sampler, path)
             if identity_of(generator) not in self._outside.identities:
                 seed_generator(generator, seed_of(path))
         self._outside.seed(seed_of)
+
+
+def seed_randomness_of_pass(
+    randomness: OwnRandomness, seed: int, labels: Sequence[int], draws: RankDraws | None
+) -> None:
+    """Seed the process's generators as a pass over a sampler begins, or as it stands at an item of it."""
+    other, kinds = (0, frozenset[str]()) if draws is None else (draws.seed_of(seed), draws.kinds & set(KINDS))
+    randomness.seed(derive_seed("sampler", seed, *labels), other=derive_seed("sampler", other, *labels), kinds=kinds)
 
 
 class _Told:

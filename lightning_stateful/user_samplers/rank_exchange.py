@@ -13,8 +13,7 @@ import torch.distributed
 
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.samplers.fingerprint import hex_digest
-from lightning_stateful.samplers.generator_states import process_states
-from lightning_stateful.samplers.rng import state_of_generator
+from lightning_stateful.samplers.rng import KINDS, Randomness, state_of_generator
 from lightning_stateful.samplers.tracker import detect_topology
 
 # Of each name, values that were exchanged so far; all processes exchange the same in the same order.
@@ -64,28 +63,31 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
     return [json.loads(value) for value in store.multi_get(keys)]
 
 
-def draws_differ(name: str, generators: Collection[Any]) -> bool:
-    """Whether code that draws from some generators draws other numbers on each rank, as they stand before training.
+def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
+    """The kinds of generators from which code draws other numbers on each rank, as they stand before training.
 
-    That is so where they are seeded by rank, or by nobody. All processes are to ask together.
+    They do so where they are seeded by rank, or by nobody. All processes are to ask together. Those of the process are
+    compared when this is called first, as training seeds them by rank.
 
     Args:
         name: What draws, the same on all processes.
-        generators: The generators; none for those of the process, which are compared once, as training seeds them.
+        generators: The generators that it holds.
+
+    Returns:
+        ``"held"`` for these, and some of :data:`~lightning_stateful.samplers.rng.KINDS`; none without other processes.
     """
-    states = list(map(state_of_generator, generators)) or list(map(repr, process_states()))
-    group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    if not generators and _DIFFER and _DIFFER[0] is group:
-        return bool(_DIFFER[1])
-    digests = exchanged(f"draws of {name}", hex_digest("".join(states).encode())) or [""]
-    differ = len(set(digests)) > 1
-    if not generators:
-        _DIFFER[:] = group, differ
-    return differ
+    if not _APART:
+        shared = [hex_digest(repr(state).encode()) for state in Randomness.now().as_texts()]
+        if (found := exchanged("generators of the process", shared)) is None:
+            return frozenset()
+        _APART.append(frozenset(kind for kind, *of in zip(KINDS, *found, strict=True) if len(set(of)) > 1))
+    states = "".join(map(state_of_generator, generators))
+    held = exchanged(f"generators of {name}", hex_digest(states.encode())) if generators else None
+    return _APART[0] | {"held"} if len(set(held or ())) > 1 else _APART[0]
 
 
-# The process group, and whether generators of its processes differed when they were compared first.
-_DIFFER: list[Any] = []
+# The kinds of the process's generators that stood otherwise on other ranks.
+_APART: list[frozenset[str]] = []
 
 
 def post(name: str, value: Any) -> None:

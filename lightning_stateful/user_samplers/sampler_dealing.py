@@ -11,10 +11,10 @@ from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.rank_exchange import draws_differ, exchanged
+from lightning_stateful.user_samplers.rank_exchange import exchanged, kinds_drawn_apart
 from lightning_stateful.user_samplers.sampler_check import check_sampler
 from lightning_stateful.user_samplers.sampler_copy import held_at
-from lightning_stateful.user_samplers.sampler_facts import Dealing, seed_of_rank
+from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws
 from lightning_stateful.user_samplers.sampler_ranks import (
     AskedRanks,
     is_given_ranks,
@@ -46,16 +46,16 @@ def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
         return Dealing(is_own=not order.is_dealt_out or (num_replicas > 1 and not order.is_wrapped))
     if num_replicas == 1 or order.is_known or not order.is_dealt_out:
         return Dealing(is_own=not order.is_dealt_out, begins=order.facts.sequence)
-    facts, generators = order.facts, generators_of(order)
+    facts, draws = order.facts, draws_of(order, rank)
     knows = is_given_ranks(order.sampler) or facts.asks
     alone = _prove(order, num_replicas, rank) if knows else None
-    differ = bool(generators) and draws_differ(f"sampler {order.name}", generators)
-    # In plain loops torch deals nothing out, and one that is seeded by rank knows it by that.
-    knows = knows or (differ and not (order.is_wrapped or order.memory.is_in_trainer))
-    drawn_by = rank if differ and knows and alone is None else None
-    if drawn_by is not None:
+    if draws is not None and "held" in draws.kinds and not (order.is_wrapped or order.memory.is_in_trainer):
+        # In plain loops torch deals nothing out, and one that is seeded by rank knows it by that.
+        knows = True
+    draws = draws if knows and alone is None else None
+    if draws is not None:
         of_rank: Any = order
-        facts = replace(of_rank, seed=seed_of_rank(order.seed, rank)).facts
+        facts = replace(of_rank, draws=draws).facts
     report = {
         "rank": rank,
         "name": order.name,
@@ -92,13 +92,20 @@ def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
         "its share once more. A resume needs as many ranks."
     )
     begins = [of["sequence"] for of in reports]
-    if drawn_by is None:
+    if draws is None:
         return Dealing(is_own=True, begins=begins, note=note)
-    note = (
-        f"{order.name} holds random generators that are seeded otherwise on each rank: each iterates its own, as in "
-        f"torch, and draws by (seed {order.seed}, rank, epoch). A resume needs as many ranks."
-    )
-    return Dealing(is_own=True, drawn_by=rank, facts=facts, begins=begins, note=note)
+    if "held" in draws.kinds:
+        note = (
+            f"{order.name} holds random generators that are seeded otherwise on each rank: each iterates its own, as "
+            f"in torch, and draws by (seed {order.seed}, rank, epoch). A resume needs as many ranks."
+        )
+    return Dealing(is_own=True, draws=draws, facts=facts, begins=begins, note=note)
+
+
+def draws_of(order: UserSampler, rank: int) -> RankDraws | None:
+    """What each rank draws for itself in torch, as generators stand otherwise there; processes ask together."""
+    kinds = kinds_drawn_apart(f"sampler {order.name}", generators_of(order))
+    return RankDraws(rank, kinds) if kinds else None
 
 
 def generators_of(order: UserSampler) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.user_samplers.sampler_ranks import Setting
@@ -72,13 +72,29 @@ class SamplerFacts:
         return self.begins if whole is None else f"{self.begins}-{whole}"
 
 
+class RankDraws(NamedTuple):
+    """Draws that are other ones on each rank, because generators stand otherwise there.
+
+    Attributes:
+        rank: The rank.
+        kinds: Which generators: ``"held"`` for those that a sampler holds, and kinds of those of the process.
+    """
+
+    rank: int
+    kinds: frozenset[str]
+
+    def seed_of(self, seed: int) -> int:
+        """Their seed, where ``seed`` is that of draws that are alike on all ranks."""
+        return loader_seed(seed, f"@{self.rank}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
     """The way a sampler's items come to ranks.
 
     Attributes:
         is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
-        drawn_by: The rank, where each draws numbers of its own; None where all draw alike.
+        draws: What each rank draws for itself; None for nothing.
         settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
         answers: Whether torch.distributed answers it that there is one rank.
         facts: What trying a copy that was told of one rank has shown; None where it is not told.
@@ -87,18 +103,9 @@ class Dealing:
     """
 
     is_own: bool = False
-    drawn_by: int | None = None
+    draws: RankDraws | None = None
     settings: tuple[Setting, ...] = ()
     answers: bool = False
     facts: SamplerFacts | None = None
     begins: str | list[str] = ""
     note: str = ""
-
-    def seed_for(self, seed: int) -> int:
-        """The seed of what the sampler draws on this rank."""
-        return seed if self.drawn_by is None else seed_of_rank(seed, self.drawn_by)
-
-
-def seed_of_rank(seed: int, rank: int) -> int:
-    """A seed for draws that are other ones on each rank."""
-    return loader_seed(seed, f"@{rank}")

@@ -33,7 +33,7 @@ from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_dealing import deal
-from lightning_stateful.user_samplers.sampler_facts import Dealing, ResumeMode, SamplerFacts
+from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
@@ -89,6 +89,7 @@ class WrappedSampler:
             one that yields something else on a resume.
         dataset: The loader's dataset, which copies share with the sampler.
         repeats_first_epoch: Whether every epoch is the first one again; to overfit on.
+        draws: What each rank draws for itself, where it iterates its own; None for nothing.
 
     Raises:
         ConfigurationError: It cannot be iterated, or an argument is out of range.
@@ -109,6 +110,7 @@ class WrappedSampler:
     accept: Collection[str] = ()
     dataset: Any = None
     repeats_first_epoch: bool = False
+    draws: RankDraws | None = None
     version: ClassVar[int] = 2
     carries_over: ClassVar[bool] = False
 
@@ -251,7 +253,7 @@ class WrappedSampler:
         """
         if self.is_known:
             return SamplerFacts()
-        memory, key = self.memory, (self.seed, self.length, self.batch_size, self.is_cut_by_torch)
+        memory, key = self.memory, (self.seed, self.draws, self.length, self.batch_size, self.is_cut_by_torch)
         if memory.passes and key in memory.tried and memory.tried[key].remembers:
             # A loader that is built anew in training has the sampler as its passes have left it.
             return memory.tried[key]
@@ -311,13 +313,14 @@ class WrappedSampler:
         """The sampler, or a copy of it, to be iterated under the randomness of epochs."""
         return IteratedSampler(
             sampler,
-            self.dealing.seed_for(self.seed),
+            self.seed,
             dataset=self.dataset,
             settings=settings,
             asked=asked,
             generators=self.memory.generators,
             outside=() if self.is_known else self.memory.generators_outside(self.sampler, self.dataset),
             tell=partial(self.memory.tell_epoch, sampler, self.dataset) if sampler is self.sampler else None,
+            draws=self.dealing.draws or self.draws,
         )
 
     def config(self) -> dict[str, Any]:
@@ -441,7 +444,7 @@ class WrappedSampler:
 
     def _tell(self, epoch: int) -> None:
         # As when it is iterated.
-        with OwnRandomness(derive_seed("sampler", self.dealing.seed_for(self.seed), epoch, 0)):
+        with OwnRandomness(derive_seed("sampler", self.seed, epoch, 0)):
             self.memory.tell_epoch(self.sampler, self.dataset, epoch)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:

@@ -17,7 +17,7 @@ from harm.basics import LENGTH as NUM_SAMPLES
 from harm.basics import num_ranks, own_rank, permutation
 from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import train as train_entry
-from harm.table import Entry, WithCallback, of
+from harm.table import Entry, WithCallback, batches, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
 from support.ledger import samples, trained
 from support.quick import thinned
@@ -226,6 +226,53 @@ def test_losses_that_a_sampler_of_each_rank_draws_by_are_restored_or_a_warning_s
         # The first process compares for all.
         said = [sum("and nothing had changed it again" in text for text in run[2]) for run in (restored, left)]
         assert said == [0, int(rank == 0)]
+
+
+# Draws
+
+
+class Drawn:
+    """Batches of classes, drawn from a generator that it holds, or from the process's."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(4):
+            drawn = np.random if self.generator is None else self.generator
+            yield [int(index) for index in drawn.permutation(NUM_SAMPLES)[:4]]
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "seeded by rank": (lambda: np.random.default_rng(100 + own_rank()), True),
+    "seeded alike": (lambda: np.random.RandomState(100), False),
+    "by nobody": (np.random.default_rng, True),
+    # As train() seeds it.
+    "of the process": (lambda: None, False),
+}
+
+
+def drawn_on_ranks(folder: Path, name: str) -> list[Any]:
+    """A run of each rank's own sampler, what it is resumed to from its second epoch, and what is trained on alone."""
+    entry = Entry(batches(lambda: Drawn(GENERATORS[name][0]())), "runs", deals="itself")
+    alone = train_entry(entry, own=False)
+    whole = train_entry(entry, save=folder / "middle.ckpt", after=5)
+    again = train_entry(entry, ckpt_path=folder / "middle.ckpt")
+    return [alone.trained, whole.trained, again.trained, [*whole.said, *again.said, again.error]]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_ranks_draw_apart_where_the_generators_of_their_samplers_do(ranks: Ranks, name: str) -> None:
+    runs = ranks.of(drawn_on_ranks, name)
+    for alone, whole, again, said in runs:
+        assert said == [""]
+        assert len(whole) == len(alone)
+        assert again == whole[5:]
+    differ = [runs[0][way] != runs[1][way] for way in (0, 1)]
+    assert differ == [GENERATORS[name][1]] * 2
 
 
 # Ends of passes
