@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ _PATIENCE = 10.0
 _MOST_COPIED, _MOST_SAVED = 10_000, 1_000_000
 # Under what name ranks show each other what they have summed up.
 _POSTED = "results of the epoch"
+# Lightning's method that adds a logged value to its sum.
+_UPDATE = "update_metrics"
 _OPTIONS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
 Parts = dict[str, dict[str, Any]]
 
@@ -48,12 +51,14 @@ class EpochResults:
 
     def __init__(self) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
-        self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}))
+        self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}, {}))
         self._at_validation = self._at_batch
         # Sums as the epoch ended, perhaps before all its batches, by max_steps: Lightning then forgets them.
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What is still to be added to what is logged.
         self._pending: Parts = {}
+        # Whether no batch has begun since a resume.
+        self._is_resumed = False
         self._metrics = MetricStates()
         # Updates of objects as the latest validation began, until a batch follows it; and by validations of a window.
         self._before_validation: Counter[str] | None = None
@@ -65,6 +70,13 @@ class EpochResults:
         epoch, batch = next_step(trainer)
         note_buffers(trainer)
         self._at_end = None
+        if self._is_resumed and batch:
+            # Else, if logged in turns with others, what it logs would be dropped, as in the first batch of an epoch.
+            trainer._logger_connector._first_loop_iter = False
+        self._is_resumed = False
+        if not self._pending:
+            # Of an earlier fit that has failed, too.
+            vars(trainer.fit_loop.epoch_loop._results).pop(_UPDATE, None)
         self._note_validated(trainer)
         if batch == 0:
             # They may have been replaced.
@@ -95,7 +107,7 @@ class EpochResults:
         logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
         if progress.running:
             # What was loaded may not have been added yet.
-            logged = _joined([self._pending, logged])
+            logged = _joined([sums.pending, logged])
         own: dict[str, Any] = {
             "logged": logged,
             "metrics": {name: plain(name, *state) for name, state in sums.metrics.items()},
@@ -135,7 +147,7 @@ class EpochResults:
             is_only_validated = now[name] - count == by_validations[name] and name in present
             # What batches have added too comes again, and cannot be told from it.
             begun = {**begun, name: present[name] if is_only_validated else (None, now[name])}
-        return _Sums(sums.logged, begun)
+        return sums._replace(metrics=begun)
 
     def load(self, state: Any, trainer: pl.Trainer) -> None:
         """Take over what a state holds for this rank; on another number of ranks rank 0 gets the sums of all.
@@ -145,6 +157,7 @@ class EpochResults:
         Raises:
             DamagedStateError: It is not what :meth:`state` returns.
         """
+        self._is_resumed = True
         if not state:
             if state is not None:
                 self.generators.put_back(trainer, {})
@@ -162,6 +175,7 @@ class EpochResults:
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
             warn_of_lost({place for part in known for place in part.get("generators", ())})
+        self._follow_logging(trainer)
         go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
         self._warn_of_partial(parts, trainer, is_moved)
 
@@ -179,6 +193,18 @@ class EpochResults:
                 "validation, or save at the end of an epoch.",
                 category=StatefulWarning,
             )
+
+    def _follow_logging(self, trainer: pl.Trainer) -> None:
+        """Have each value that is logged from now on added to what was summed up before the resume."""
+        results: Any = trainer.fit_loop.epoch_loop._results
+        if self._pending:
+            results.update_metrics = partial(self._update, results)
+
+    def _update(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+        """In place of Lightning's method: begin with the saved sum, so that the order of additions stays."""
+        if key in self._pending and results[key].is_tensor and self._pending[key]["value"] is not None:
+            _add_part(results[key], self._pending.pop(key))
+        type(results).update_metrics(results, key, value, batch_size)
 
     def add(self, trainer: pl.Trainer) -> None:
         """Add what was summed up before the resume, once a value has been logged since; a batch ends."""
@@ -204,10 +230,7 @@ class EpochResults:
             if part["value"] is None:
                 # An object has its states back already.
                 continue
-            metric, value = results[key], _value(part).to(results[key].value.device)
-            metric.value = _reduced(part["reduce"], metric.value, value) if is_logged else value
-            if part["count"] is not None:
-                metric.cumulated_batch_size = metric.cumulated_batch_size + part["count"]
+            _add_part(results[key], part, is_empty=not is_logged)
 
     def _now(self, trainer: pl.Trainer, most: int, *, running: bool = True) -> _Sums:
         # Lightning puts new sums in the place of old ones, and does not change them.
@@ -215,7 +238,7 @@ class EpochResults:
             key: (one.value, getattr(one, "cumulated_batch_size", None)) if one.is_tensor else (None, None)
             for key, one in (self._logged(trainer) if running else {}).items()
         }
-        return _Sums(logged, self._metrics.copied(trainer, most, running=running))
+        return _Sums(logged, self._metrics.copied(trainer, most, running=running), dict(self._pending))
 
     def _logged(self, trainer: pl.Trainer) -> dict[str, Any]:
         results: Any = trainer.fit_loop.epoch_loop._results
@@ -223,10 +246,14 @@ class EpochResults:
 
 
 class _Sums(NamedTuple):
-    """Sums at a moment: of logged values with the number of samples; states of objects with their updates."""
+    """Sums at a moment: of logged values with the number of samples; states of objects with their updates.
+
+    What a checkpoint had summed up, and nothing has been added to yet, is apart from the others.
+    """
 
     logged: dict[str, tuple[Any, Any]]
     metrics: dict[str, MetricState]
+    pending: Parts
 
 
 def _described(metric: Any, value: Any, count: Any) -> dict[str, Any]:
@@ -267,6 +294,13 @@ def _joined(parts: Sequence[Parts]) -> Parts:
             if one["count"] is not None:
                 joined[key]["count"] += one["count"]
     return joined
+
+
+def _add_part(metric: Any, part: Mapping[str, Any], *, is_empty: bool = False) -> None:
+    value = _value(part).to(metric.value.device)
+    metric.value = value if is_empty else _reduced(part["reduce"], metric.value, value)
+    if part["count"] is not None:
+        metric.cumulated_batch_size = metric.cumulated_batch_size + part["count"]
 
 
 def _value(part: Mapping[str, Any]) -> torch.Tensor:

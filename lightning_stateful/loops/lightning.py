@@ -116,6 +116,7 @@ INTERNALS = {
     "fit_loop.epoch_loop._on_after_fetch": "to note whether a batch's step draws from generators of the data",
     "fit_loop.epoch_loop._on_before_fetch": "to note random generators before a batch's first hook",
     "fit_loop.epoch_loop._results": "to read what a step has logged without a collective",
+    "fit_loop.epoch_loop._results.update_metrics": "to add what a resumed epoch logs to what it had summed up",
     "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",
     "fit_loop.epoch_loop._skip_next_val": "to leave out a validation that was run before the stop",
     "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due, and count batches that steps fetch",
@@ -136,6 +137,7 @@ INTERNALS = {
     "_accelerator_connector.use_distributed_sampler": "to know whether Lightning would deal a loader out",
     "_checkpoint_connector._loaded_checkpoint": "to know whether optimizers are restored, which no hook tells",
     "_logger_connector._callback_metrics": "to read and restore metrics without a collective",
+    "_logger_connector._first_loop_iter": "to keep what a resumed epoch logs in its first batch",
     "_logger_connector.should_update_logs": "to compute what is logged only where it is",
 }
 

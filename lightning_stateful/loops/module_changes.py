@@ -31,6 +31,8 @@ _COUNT = "_version"
 _MOST_NUMBERS = 2**16
 # Weights that are named.
 _MOST_NAMED = 3
+# Kept with the loop, once changed buffers have been named.
+_NAMED = "_named_buffers"
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
 _SWAP = "_swap_models"
 
@@ -64,6 +66,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
         trainer: The trainer.
         saved: The state of :func:`changes`, if the run is resumed.
     """
+    # A fit that failed was not torn down.
+    vars(trainer.fit_loop).pop(_NAMED, None)
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -74,8 +78,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
-    for noted in ("_buffers", "_weights"):
-        vars(trainer.fit_loop).pop(noted, None)
+    for name in ("_buffers", "_weights", _NAMED):
+        vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
     for callback in _callbacks(trainer):
@@ -345,13 +349,20 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
     """Warn of buffers, such as BatchNorm's statistics, that hold batches which a resume trains on again."""
     if not progress.running or progress.ended or started <= progress.batch or trainer.fit_loop._skip_backward:
         return
-    if changed := _changed_buffers(trainer, progress):
+    kept = vars(trainer.fit_loop)
+    if not kept.get(_NAMED) and (changed := _changed_buffers(trainer, progress)):
+        kept[_NAMED] = True
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        at = f"batch {progress.batch} of epoch {progress.epoch}"
+        when, what, held = f"after {at} has begun", "it", "it"
+        if trainer.accumulate_grad_batches > 1:
+            when = f"within the window of accumulated gradients that began with {at}"
+            what, held = "its batches", "them"
         rank_zero_warn(
-            f"A checkpoint is being written after batch {progress.batch} of epoch {progress.epoch} has begun, before "
-            f"the optimizer has taken its step. A resume trains on it again, and buffers of the module "
-            f"({', '.join(changed[:3])}{more}) then hold it twice. Save in on_train_batch_end, and between windows of "
-            "accumulated gradients.",
+            f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
+            f"{what} again, and buffers of the module ({', '.join(changed[:3])}{more}) then hold {held} twice. Save in "
+            "on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the first "
+            "such checkpoint.",
             category=StatefulWarning,
         )
 

@@ -20,6 +20,7 @@ from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.loops.single_samples import warn_of_single_samples
 from lightning_stateful.state import order_in_words
 
 
@@ -179,8 +180,9 @@ def say_cut(loader: AnyLoader, name: str, steps: int) -> None:
     )
 
 
-def say_what_is_skipped(combined: CombinedLoaders) -> None:
-    """Log in one line for each loader what training leaves out."""
+def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> None:
+    """Log in one line for each loader what training leaves out, and warn of batches that BatchNorm may refuse."""
+    warn_of_single_samples(trainer, combined, epoch)
     for path, loader in combined.loaders.items():
         skipping = loader.tracker.skipping
         if notes := [] if skipping is None else skipping.notes():

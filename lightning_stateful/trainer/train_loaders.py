@@ -29,7 +29,7 @@ from lightning_stateful.loops.checkpoint import warn_of_missing_state
 from lightning_stateful.loops.lightning import TrainerFn, is_param_in_hook_signature, pl
 from lightning_stateful.loops.other_callbacks import longest_accumulation
 from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
-from lightning_stateful.loops.run_notes import say_cut, say_what_is_exact, say_what_is_skipped
+from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_is_exact
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
@@ -249,7 +249,7 @@ class TrainLoaders:
         self._training_began = True
         self.content.settings.note_early_workers()
         loop_progress.call_before_epochs(self._trainer, partial(self.content.note_before_epoch, self._trainer))
-        say_what_is_skipped(self.combined)
+        say_at_start(self._trainer, self.combined, self._next_step()[0])
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""

@@ -392,3 +392,50 @@ def rank() -> int:
 
 def test_each_rank_waits_on_for_a_value_of_its_own(ranks: Ranks) -> None:
     assert ranks.of(of_each_rank) == [[[4, 6.0, 0]] * 2, [[4, 1.0, 3]] * 2]
+
+
+class LogsRepeatedly(LedgerModel):
+    """Logs under the same names several times in a batch, in turns, as its optimizer tries several steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=True, on_epoch=True)
+        self.log("sum", loss / 3, on_step=False, on_epoch=True, reduce_fx="sum")
+        if batch_idx % 4 == 3:
+            self.log("of_some", loss * 7, on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        super().on_before_backward(loss)
+        self.log("before_backward", loss / 7, on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=4)
+
+
+LOGGED_REPEATEDLY = ("mean_epoch", "sum", "of_some", "before_backward")
+
+
+def logged(**options: Any) -> dict[str, float]:
+    """What the last of two epochs has logged, in full."""
+    found = train(model=seeded(LogsRepeatedly), max_epochs=2, **options)
+    known = found.trainer.callback_metrics
+    return {name: float(known[name]) for name in LOGGED_REPEATEDLY}
+
+
+def test_what_a_batch_logs_several_times_is_added_up_in_the_order_of_an_uninterrupted_epoch(tmp_path: Path) -> None:
+    moments: list[Moment] = [("on_train_batch_end", 1, batch) for batch in range(11)]
+    moments += [("on_train_batch_start", 1, 0), ("on_train_batch_start", 1, 5), ("on_validation_end", 0, 0)]
+    saver = SaveAt(tmp_path, moments)
+    whole = logged(callbacks=[saver])
+    found = {moment: logged(ckpt_path=saver.path(number)) for number, moment in enumerate(moments)}
+    assert found == dict.fromkeys(moments, whole)
+
+
+def test_sums_are_kept_over_a_second_stop_within_the_window_that_a_resume_began_with(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
+    whole = run(**options)
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    stopped(first, hook="on_train_batch_end", epoch=1, batch=3, run=run, **options)
+    stopped(second, hook="on_train_batch_end", epoch=1, batch=1, run=run, ckpt_path=first, **options)
+    assert_same_end(run(ckpt_path=second, seed=99, **options), whole)

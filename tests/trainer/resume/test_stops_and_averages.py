@@ -26,6 +26,7 @@ from support.runs import (
     assert_goes_on_from_every_moment,
     ended,
     numbers_module,
+    quiet_trainer,
     seeded,
     stopped,
     train,
@@ -262,7 +263,7 @@ def test_a_module_that_callbacks_have_changed_is_changed_again(
 
 def test_masks_that_are_not_known_and_statistics_that_count_twice_are_warned_of(tmp_path: Path) -> None:
     run = training(NotZero, lambda: [pruning(lottery=False)()])
-    with pytest.warns(StatefulWarning, match=r"backbone\.1\.running_mean\) then hold it twice"):
+    with pytest.warns(StatefulWarning, match=r"backbone\.1\.running_mean\) then hold (it|them) twice"):
         stopped(tmp_path / "a.ckpt", hook="on_before_backward", epoch=1, batch=3, run=run)
     contents = torch.load(tmp_path / "a.ckpt", weights_only=True)
     contents["callbacks"]["StatefulDataCallback"]["pruned"] = ["0" * 16]
@@ -297,9 +298,23 @@ def test_buffers_that_an_open_window_has_changed_are_named(tmp_path: Path, kind:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stopped(tmp_path / "a.ckpt", hook="on_validation_end", run=training(partial(Queue, kind=kind)), **options)
-    said = [str(one.message) for one in caught if "hold it twice" in str(one.message)]
+    said = [str(one.message) for one in caught if "hold them twice" in str(one.message)]
     assert len(said) == bool(named)
-    assert all(re.search(rf"after batch 4 of epoch 0 has begun.* buffers of the module {named}", one) for one in said)
+    where = r"batch 4 of epoch 0, before the optimizer has taken its step"
+    assert all(re.search(rf"began with {where}.* buffers of the module {named}", one) for one in said)
+
+
+@pytest.mark.parametrize(("window", "hook"), [(1, "on_before_zero_grad"), (4, "on_train_batch_end")])
+def test_changed_buffers_are_named_once_a_run(tmp_path: Path, window: int, hook: str) -> None:
+    saver: Any = LambdaCallback(**{hook: lambda trainer, *_: trainer.save_checkpoint(tmp_path / "a.ckpt")})
+    model, data = Queue(kind="norm"), numbers_module()
+    trainer = quiet_trainer(saver, accumulate_grad_batches=window, max_epochs=3)
+    for max_epochs in (3, 5):
+        trainer.fit_loop.max_epochs = max_epochs
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, datamodule=data)
+        assert sum(bool(re.search(r"hold (it|them) twice", str(one.message))) for one in caught) == 1
 
 
 class FineTuneLearningRateFinder(LearningRateFinder):
