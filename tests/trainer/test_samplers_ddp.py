@@ -27,7 +27,7 @@ from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate,
 from support.samplers import LENGTH, LOADERS
 from torch.utils.data import DataLoader
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import StatefulDataCallback, patch_dataloader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -273,6 +273,33 @@ def test_ranks_draw_apart_where_the_generators_of_their_samplers_do(ranks: Ranks
         assert again == whole[5:]
     differ = [runs[0][way] != runs[1][way] for way in (0, 1)]
     assert differ == [GENERATORS[name][1]] * 2
+
+
+def drawn_in_a_plain_loop(folder: Path, name: str) -> list[Any]:
+    """Two epochs of a patched loader, and what is left of the second for one that loads a state from within it."""
+
+    def make() -> Any:
+        return patch_dataloader(batches(lambda: Drawn(GENERATORS[name][0]()))(0), seed=3)
+
+    whole = make()
+    first = [batch.tolist() for batch in whole]
+    second, states = zip(*((batch.tolist(), whole.state_dict()) for batch in whole), strict=True)
+    resumed = make()
+    resumed.load_state_dict(states[0])
+    return [first, list(second), [batch.tolist() for batch in resumed]]
+
+
+@pytest.mark.parametrize("name", ["seeded by rank", "seeded alike", "by nobody"])
+def test_in_a_plain_loop_each_rank_has_its_own_where_the_generators_of_a_sampler_differ(
+    ranks: Ranks, name: str
+) -> None:
+    (first, *left), (other, *_) = runs = ranks.of(drawn_in_a_plain_loop, name)
+    is_own = GENERATORS[name][1]
+    # What knows of no ranks is dealt out.
+    assert [len(first), len(left[0])] == [4 if is_own else 2] * 2
+    assert first != other
+    for _, second, resumed in runs:
+        assert resumed == second[1:]
 
 
 # Ends of passes
