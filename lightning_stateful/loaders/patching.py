@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -42,12 +43,13 @@ from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
-from lightning_stateful.user_samplers.sampler_dealing import draws_of
+from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader
 
+_log = logging.getLogger(__name__)
 # Torch's samplers that draw at random and know nothing of ranks.
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -235,9 +237,23 @@ def patch_dataloader(
         accept=accept,
     )
     patched.leave_out(skip)
+    _say_if_drawn_alike(patched, seed, num_replicas)
     if unknown := warning_of_unknown(accept, [patched.tracker.config]):
         warnings.warn(unknown, StatefulWarning, stacklevel=2)
     return patched
+
+
+def _say_if_drawn_alike(loader: AnyLoader, seed: int | None, num_replicas: int | None) -> None:
+    """Say of a sampler that each rank iterates for itself, without being asked about others, that ranks draw alike."""
+    num_ranks, order = detect_topology().num_replicas, loader.order
+    if seed is None and num_replicas == 1 < num_ranks and isinstance(order, WrappedSampler) and generators_of(order):
+        _log.warning(
+            "Each of %d ranks iterates a %s of its own, as num_replicas=1 says, and all draw the same numbers, by seed "
+            "%d. Where the generators that it holds are seeded by rank, pass a seed that differs between ranks.",
+            num_ranks,
+            order.name,
+            loader.seed,
+        )
 
 
 def _refuse_other_options(loader: AnyLoader, **options: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -287,6 +288,25 @@ def drawn_in_a_plain_loop(folder: Path, name: str) -> list[Any]:
     resumed = make()
     resumed.load_state_dict(states[0])
     return [first, list(second), [batch.tolist() for batch in resumed]]
+
+
+def drawn_by_a_seed(folder: Path, seed: int | None) -> tuple[list[Any], list[str]]:
+    """An epoch of a loader that each rank patches for itself, and what is said of that."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_stateful").addHandler(handler)
+    loader = batches(lambda: Drawn(np.random.default_rng(100 + own_rank())))(0)
+    patched = patch_dataloader(loader, seed=seed, num_replicas=1, rank=0)
+    logging.getLogger("lightning_stateful").removeHandler(handler)
+    return [batch.tolist() for batch in patched], said
+
+
+def test_ranks_that_patch_a_loader_each_for_itself_are_told_that_they_draw_alike(ranks: Ranks) -> None:
+    (first, (said,)), (other, _) = ranks.of(drawn_by_a_seed, None)
+    assert first == other
+    assert "Each of 2 ranks iterates a Drawn of its own" in said
+    assert [said for _, said in ranks.of(drawn_by_a_seed, 5)] == [[], []]
 
 
 @pytest.mark.parametrize("name", ["seeded by rank", "seeded alike", "by nobody"])
