@@ -193,6 +193,22 @@ class BatchContent:
         left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
         self.settings.note_told(path, left)
 
+    def _warn_of_same_change(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Warn of a sampler that hooks of the first epoch here have changed to what it was in the epoch before."""
+        others = {*(self._changed_first or {}).get(path, saved), *self._changed_late.get(path, ())}
+        # One that goes by the epoch would hardly be what it was in an earlier one.
+        same = [name for name, value in saved.items() if value not in (None, "changed") and now.get(name) == value]
+        if names := [name for name in same if name not in others and not name.startswith(PATH)]:
+            kind = type(getattr(self._map_style[path].order, "sampler", None)).__qualname__
+            shown = ", ".join(f"{name} {now[name]}" for name in names)
+            rank_zero_warn(
+                f"{kind} was as built when training began here, and a hook has then changed it to what it was in the "
+                f"epoch before the checkpoint ({shown}). If the change builds on the one before it, as "
+                "sampler.weights *= 0.9, the resume is not exact: save the value, and restore it before the first "
+                "batch, in load_state_dict or on_train_start. Ignore this if the hook sets the same value each time.",
+                category=StatefulWarning,
+            )
+
     def compare(
         self,
         trainer: pl.Trainer,
@@ -226,6 +242,8 @@ class BatchContent:
                     continue
                 is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
                 self._warn_of_left(path, states[path], now, is_of_epoch)
+                if epoch < 0:
+                    self._warn_of_same_change(path, states[path].get("changed", {}), now)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.

@@ -7,14 +7,21 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import attributes_of
 from lightning_stateful.samplers.generator_states import GeneratorState, identity_of
-from lightning_stateful.samplers.rng import KINDS, OwnRandomness, keep_randomness, seed_generator
+from lightning_stateful.samplers.rng import (
+    KINDS,
+    OwnRandomness,
+    get_generator_state,
+    keep_randomness,
+    seed_generator,
+    set_generator_state,
+)
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.user_samplers.sampler_copy import (
     Path,
@@ -27,6 +34,7 @@ from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws, R
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
+T = TypeVar("T")
 _next: Callable[[Iterator[Any]], Any] = next
 
 
@@ -102,6 +110,21 @@ class IteratedSampler:
         self._reseed(epoch, cycle)
         with self.entered():
             (self._tell if by is None else by)(epoch)
+
+    def asked(self, ask: Callable[[Any], T], epoch: int, cycle: int) -> T:
+        """What ``ask`` gives of the sampler under the randomness that a pass begins with; a pass that runs goes on."""
+        held = [held_at(self.sampler, path) for path in self._generators]
+        kept = [(of, get_generator_state(of)) for of in held if identity_of(of)]
+        run = self._random, self._outside
+        self._random, self._outside = OwnRandomness(self._seed), OutsideRandomness(self._outside.states)
+        try:
+            self._reseed(epoch, cycle)
+            with _Told(self._blocks):
+                return ask(self.sampler)
+        finally:
+            self._random, self._outside = run
+            for generator, state in kept:
+                set_generator_state(generator, state)
 
     def state(self, epoch: int, cycle: int, drawn: int) -> Any:
         """The sampler's own state after it has yielded ``drawn`` items, as plain data."""
@@ -320,7 +343,7 @@ class UserSampler(Protocol):
     def length_of(self, sampler: Any) -> int | None:
         """Items of an epoch as a copy of it says now."""
 
-    def num_items_in(self, epoch: int) -> int | None:
+    def num_items_in(self, epoch: int, cycle: int = 0) -> int | None:
         """Items of an epoch, if known."""
 
     def rule(self, num_replicas: int) -> StepRule:

@@ -13,11 +13,13 @@ from typing import Any
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
+from lightning_stateful.samplers.generator_states import comparable_state, process_states
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_copy import (
     SamplerCopy,
     as_written,
     digest_of_contents,
+    digest_of_generators,
     names_unseen,
     surroundings_of,
 )
@@ -69,15 +71,20 @@ def _facts_of(
 ) -> SamplerFacts:
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
-        return SamplerFacts(error="it holds an iterator, a file or an object that cannot be copied", remembers=True)
+        why = "it holds an iterator, a file or an object that cannot be copied"
+        return SamplerFacts(error=why, remembers=True, draws_in_len=True)
     facts, known = SamplerFacts(), dict[int, str]()
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
     shared = surroundings_of(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
-    with suppress(Exception), tried.entered():
-        facts.says = order.length_of(copied.sampler)
-    contents = partial(digest_of_contents, copied.sampler, order.dataset, epoch=0)
+    fresh = partial(fresh_copy, order, choose, asked)
+    with suppress(Exception):
+        facts.says = _ask_for_length(order, tried, facts)
+    if facts.changes_in_len:
+        # Nobody asks the sampler itself.
+        tried = fresh()
+    contents = partial(digest_of_contents, tried.sampler, order.dataset, epoch=0)
     before, left, followed = "", list[str](), None
 
     def note_told() -> None:
@@ -90,12 +97,15 @@ def _facts_of(
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
-    fresh = partial(fresh_copy, order, choose, asked)
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
         shared = surroundings_of(order.sampler, order.dataset)
     if followed is None:
         return facts
+    if not facts.changes_in_len:
+        with suppress(Exception):
+            # A plan that somebody has asked for before is there until the end of a pass.
+            _ask_for_length(order, fresh(sampler=tried.sampler), facts)
     _refuse_wrong_length(order, facts)
     ended = contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
@@ -121,12 +131,35 @@ def _facts_of(
             objects.put_back()
         if _fills_cache(order, facts, shared, fresh):
             objects.keep()
-    if order.cuts_samples and begins_anew_when_asked(copied.sampler, contents):
+    if order.cuts_samples and begins_anew_when_asked(tried.sampler, contents):
         raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
     if has_own_state(order) and not facts.leads_back:
         # Its later items are noted otherwise.
         facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
+
+
+def _ask_for_length(order: UserSampler, tried: IteratedSampler, facts: SamplerFacts) -> int | None:
+    """The ``len()`` of a copy; facts then say whether that draws, or changes one that can be iterated without it."""
+    unasked = SamplerCopy(tried.sampler, order.dataset).sampler
+    outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
+
+    def held() -> Any:
+        return process_states(), digest_of_generators(tried.sampler), [comparable_state(state) for state in outside]
+
+    def ask(sampler: Any) -> int | None:
+        before = held()
+        says = order.length_of(sampler)
+        facts.draws_in_len = facts.draws_in_len or held() != before
+        return says
+
+    before = digest_of_contents(tried.sampler, order.dataset, epoch=0)
+    says = tried.asked(ask, 0, 0)
+    if says is not None and digest_of_contents(tried.sampler, order.dataset, epoch=0) != before:
+        with suppress(Exception):
+            beginning(order.iterating(unasked), 0)
+            facts.changes_in_len = True
+    return says
 
 
 def _fills_cache(
@@ -346,8 +379,9 @@ class _Followed:
             self.following.append(digest(item))
 
     def _look_at_length(self) -> None:
-        with suppress(Exception), self._tried.entered():
-            self._facts.counts_down = self._order.length_of(self._tried.sampler) != self._facts.says
+        if not self._facts.changes_in_len:
+            with suppress(Exception):
+                self._facts.counts_down = self._tried.asked(self._order.length_of, 0, 0) != self._facts.says
 
 
 def _num_first(order: UserSampler) -> int:

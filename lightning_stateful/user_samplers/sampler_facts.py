@@ -23,6 +23,8 @@ class SamplerFacts:
         says: Items of an epoch by its ``len()``; None where it has none.
         length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
         counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
+        changes_in_len: Whether ``len()`` changes it, as by a plan that it makes: copies are asked in its place.
+        draws_in_len: Whether ``len()`` draws random numbers, or may.
         seconds: How long that took.
         told_in: How long it took to tell it the epoch.
         begins_in: How long it took to tell it the epoch, and to draw its first 64 items.
@@ -48,6 +50,8 @@ class SamplerFacts:
     says: int | None = None
     length: int | None = None
     counts_down: bool = False
+    changes_in_len: bool = False
+    draws_in_len: bool = False
     seconds: float = 0.0
     told_in: float = 0.0
     begins_in: float = 0.0

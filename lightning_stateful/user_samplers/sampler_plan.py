@@ -59,7 +59,7 @@ class SamplerEpochPlan:
         if self._fixed is not None:
             return self._fixed[0]
         self.order.bring_to(self.epoch, self._begun.details.get("passes"))
-        found = self.order.num_items_in(self.epoch)
+        found = self.order.num_items_in(self.epoch, self._begun.cycle)
         if found is not None and found < self._least:
             raise PositionError(
                 f"{self.order.name} says that it has {found} {self.order.unit} left, and had {self._least} when the "
@@ -225,7 +225,8 @@ class SamplerEpochPlan:
 
     def _begun_length(self, before: int | None) -> int | None:
         order, known = self.order, before
-        if before is not None and not order.is_cut and not order.facts.counts_down:
+        is_cut = order.is_cut or order.facts.counts_down or order.facts.changes_in_len
+        if before is not None and not is_cut:
             # Of one that has gone on to the next epoch by now, it is the length of that: more is not missed.
             known = max(before, order.num_items or 0)
         self._fixed = (known,)

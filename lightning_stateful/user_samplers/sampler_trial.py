@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -214,13 +214,40 @@ def copy_as_now(order: UserSampler, sampler: Any) -> IteratedSampler:
     return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
 
 
-def length_when_told(order: UserSampler, epoch: int) -> int | None:
+def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:
     """Items of an epoch as a copy that is told it says; the sampler stays as it is, and what it shares with copies."""
     tried = copy_as_now(order, order.sampler)
     with SharedObjects(order.sampler, order.dataset):
-        tried.tell(epoch)
+        tried.tell(epoch, cycle)
         with tried.entered():
             return order.length_of(tried.sampler)
+
+
+def length_now(order: UserSampler, epoch: int, cycle: int) -> int | None:
+    """The ``len()`` of a sampler as it is; what that draws, it draws as a pass of the epoch that begins."""
+    dealing, asked = order.dealing, AskedRanks(1) if order.dealing.answers else None
+    if order.facts.draws_in_len:
+        return order.iterating(order.sampler, dealing.settings, asked).asked(order.length_of, epoch, cycle)
+    with told(dealing.settings), nullcontext() if asked is None else asked.answering():
+        return order.length_of(order.sampler)
+
+
+class Asked(NamedTuple):
+    """The ``len()`` of a copy of a sampler, and what it may depend on."""
+
+    depends_on: tuple[Any, ...]
+    length: int | None
+
+
+def asked_once(order: UserSampler, epoch: int, cycle: int, latest: Asked | None) -> Asked:
+    """As :func:`length_when_told`, which is asked again only where what it may depend on is not as in ``latest``."""
+    sampler, dataset = order.sampler, order.dataset
+    known: dict[int, str] = {}
+    held = digest_of_contents(sampler, dataset, epoch=epoch, known=known)
+    depends_on = epoch, cycle, len(order.memory.passes), held, repr(surroundings_of(sampler, dataset, known))
+    if latest is not None and latest.depends_on == depends_on:
+        return latest
+    return Asked(depends_on, length_when_told(order, epoch, cycle))
 
 
 def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -38,7 +37,7 @@ from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memor
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.user_samplers.sampler_trial import PATIENCE, length_when_told
+from lightning_stateful.user_samplers.sampler_trial import PATIENCE, asked_once, length_now, length_when_told
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {
@@ -187,10 +186,12 @@ class WrappedSampler:
 
     @property
     def num_items(self) -> int | None:
-        """Items of the epoch that the sampler was told last; None where that is known only at its end."""
-        dealing = self.dealing
-        with told(dealing.settings), AskedRanks(1).answering() if dealing.answers else nullcontext():
-            return self.length_of(self.sampler)
+        """Items of the epoch that the sampler was asked for last; None where that is known only at its end."""
+        epoch, cycle = vars(self).get("_asked_for", (0, 0))
+        if self.length == "len" and self.facts.changes_in_len:
+            vars(self)["_asked"] = found = asked_once(self, epoch, cycle, vars(self).get("_asked"))
+            return found.length
+        return length_now(self, epoch, cycle)
 
     def length_of(self, sampler: Any) -> int | None:
         """Items of an epoch as the sampler, or a copy of it, says now; None where that is known only at its end."""
@@ -350,7 +351,8 @@ class WrappedSampler:
             # A state is equal on all ranks.
             changed["sequence"] = "changed"
         length = changed.get("sampler.length")
-        if type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of):
+        follows = type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of)
+        if length is not None and (follows or self.facts.changes_in_len):
             del changed["sampler.length"]
         return changed
 
@@ -425,16 +427,16 @@ class WrappedSampler:
         if len(self.memory.passes) < sum(count for *_, count in passes):
             self.memory.begin_again(self, epoch, passes)
 
-    def num_items_in(self, epoch: int) -> int | None:
+    def num_items_in(self, epoch: int, cycle: int = 0) -> int | None:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""
         told_epoch = 0 if self.repeats_first_epoch else epoch
         if self.length == "len" and self.has_set_epoch:
             if self.facts.remembers_told or self.facts.hands_epoch_on:
                 # It is told when the epoch begins.
-                return length_when_told(self, told_epoch)
-            if vars(self).get("_told_epoch", 0) != told_epoch:
+                return length_when_told(self, told_epoch, cycle)
+            if vars(self).get("_asked_for", (0, 0))[0] != told_epoch and not self.facts.changes_in_len:
                 self._tell(told_epoch)
-        vars(self)["_told_epoch"] = told_epoch
+        vars(self)["_asked_for"] = told_epoch, 0 if self.repeats_first_epoch else cycle
         return self.num_items
 
     def hand_epoch_on(self, epoch: int) -> None:

@@ -474,3 +474,45 @@ def test_what_a_hook_sets_between_epochs_is_warned_of_in_the_run_and_where_a_res
         again = train(entry, workers=workers, ckpt_path=tmp_path / "end.ckpt")
         assert (again.trained == whole.trained[6 * (epoch + 1) :]) is is_exact
         assert any(text.startswith(on_resume) for text in again.said) != is_exact
+
+
+class Weighted(Sampler[int]):
+    """Draws by weights."""
+
+    def __init__(self) -> None:
+        self.weights = torch.linspace(1, 5, LENGTH)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, LENGTH, replacement=True).tolist())
+
+
+class Flattens(pl.Callback):
+    """Changes the weights before each epoch, by what they were or by the epoch; and saves at the end of one."""
+
+    def __init__(self, sampler: Weighted, path: Path, epoch: int, *, builds: bool) -> None:
+        self.sampler, self.path, self.epoch, self.builds = sampler, path, epoch, builds
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        power = 0.5 if self.builds else 0.5 ** (trainer.current_epoch + 1)
+        self.sampler.weights = (self.sampler.weights if self.builds else torch.linspace(1, 5, LENGTH)) ** power
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == self.epoch and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("builds", [True, False])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_change_that_builds_on_the_one_before_is_warned_of(tmp_path: Path, epoch: int, builds: bool) -> None:
+    flattens = partial(Flattens, path=tmp_path / "end.ckpt", epoch=epoch, builds=builds)
+    entry = Entry(WithCallback(Weighted, flattens), "equal")
+    whole = train(entry)
+    again = train(entry, ckpt_path=tmp_path / "end.ckpt")
+    assert (again.trained == whole.trained[6 * (epoch + 1) :]) is not builds
+    found = any("a hook has then changed it to what it was in the epoch before" in text for text in again.said)
+    assert found is (builds and epoch == 0)
+    # Between later epochs the run has said so.
+    assert any("was changed between two epochs by something else" in text for text in whole.said)
