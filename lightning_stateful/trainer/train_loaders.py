@@ -190,8 +190,9 @@ class TrainLoaders:
         )
         if own := data.combined.configs_of_this_rank():
             data.combined.note_ranks(gathered(own))
-        if (files := data.combined.files_of_this_rank()) and trainer.world_size > 1:
-            data.combined.note_files(gathered(files))
+        if (own := data.combined.iterables_of_this_rank()) and trainer.world_size > 1:
+            for said in data.combined.note_iterables(gathered(own)):
+                rank_zero_info(said)
         return data
 
     @classmethod
