@@ -13,7 +13,6 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Dif
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.streams.rank_draws import lightning_seeds_workers
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -101,6 +100,13 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
+    @property
+    def draw_alike_as_model(self) -> bool:
+        """Whether iterables that are not seeded draw where the model does, and ranks have to draw alike in them."""
+        orders: list[Any] = [loader.order for loader in self.loaders.values() if not loader.num_workers]
+        settings = [order.settings for order in orders if order.kind == "iterable"]
+        return any(one.draw_alike and one.sample_seed is None for one in settings)
+
     def iterables_of_this_rank(self) -> dict[str, dict[str, dict[str, str]]]:
         """Of iterable datasets, by path, digests of the lists of files that they hold, and of random generators.
 
@@ -110,8 +116,7 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             order: Any = loader.order
             if order.kind == "iterable":
-                by_rank = {"workers": str(loader.topology.rank)} if lightning_seeds_workers(loader) else None
-                found[path] = {"files": order.files, "generators": by_rank or order.generators}
+                found[path] = {"files": order.files, "generators": order.generators}
         return found
 
     def note_iterables(self, of_ranks: Sequence[Mapping[str, Mapping[str, Mapping[str, str]]]]) -> list[str]:

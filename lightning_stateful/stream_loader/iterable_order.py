@@ -27,6 +27,7 @@ from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
+    lightning_seeds_workers,
     note_of_draws,
     seeds_workers_by_rank,
     standing_alike,
@@ -43,7 +44,7 @@ class IterableOrder(StreamReader):
 
     Attributes:
         files: Digests, by attribute, of the lists of files that the dataset names in this process.
-        generators: Where the random generators of this process stood when this was built.
+        generators: Where the random generators stood that a Trainer's passes draw from, when this was built.
     """
 
     kind: ClassVar[str] = "iterable"
@@ -61,6 +62,8 @@ class IterableOrder(StreamReader):
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
         self.generators = where_generators_stand(loader)
+        if lightning_seeds_workers(loader):
+            self.generators = {"workers": str(self.topology.rank)}
         gives_batches = isinstance(loader.dataset, IterableBatches)
         self.settings = IterableConfig(
             dataset=self.dataset,

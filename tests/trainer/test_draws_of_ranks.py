@@ -20,7 +20,7 @@ from support.ddp_runs import assert_chains, chain_of, on_ranks, over_all
 from support.ranks import Ranks
 from support.runs import train
 from support.stream_cases import rank_and_ranks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
 
@@ -39,7 +39,8 @@ def alike_with_workers() -> None:
 
 def apart() -> None:
     """Ranks' generators stand apart, all of them."""
-    pl.seed_everything(3 + rank_and_ranks()[0])
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3 + rank_and_ranks()[0])
 
 
 def partly() -> None:
@@ -189,6 +190,43 @@ def reloaded(folder: Path) -> Any:
 def test_loaders_that_are_built_anew_draw_as_the_first_ones(ranks: Ranks) -> None:
     runs = assert_chains(ranks.of(reloaded))
     assert [over_all(runs, epoch) for epoch in range(3)] == [EVERY] * 3
+
+
+class ShuffledBatches(Shuffled):
+    """The same as an iterable of batches, which is no DataLoader's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        yield from (default_collate(samples[at : at + 3]) for at in range(0, len(samples), 3))
+
+
+class Holder:
+    """No dataset of torch's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ShuffledBatches("random"))
+
+
+UNSEEDED: dict[str, Any] = {"seed_samples=False": partial(loader, 0), "iterable": Holder}
+
+
+def unseeded(folder: Path, name: str, stand: str) -> Any:
+    """What is not seeded draws from where the model's seeds leave the generators."""
+    settings = {"seed_samples": name == "iterable", "seed": 7}
+    return chain_of(
+        UNSEEDED[name],
+        folder,
+        [("on_train_batch_end", 0, 3), ("on_train_batch_end", 1, 3)],
+        callbacks=lambda: [Stand(stand), StatefulDataCallback(**settings)],
+        max_epochs=3,
+    )
+
+
+@pytest.mark.parametrize("name", UNSEEDED)
+@pytest.mark.parametrize("stand", ["alike", "apart"])
+def test_what_is_not_seeded_draws_alike_too(ranks: Ranks, name: str, stand: str) -> None:
+    runs = [parts[0][0] for parts in ranks.of(unseeded, name, stand)]
+    assert [over_all(runs, epoch) == EVERY for epoch in range(3)] == [stand == "alike"] * 3
 
 
 # A loop of one's own
