@@ -100,22 +100,43 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
-    def files_of_this_rank(self) -> dict[str, dict[str, str]]:
-        """Digests, by path, of the lists of files that iterable datasets hold: each rank may have its own."""
-        orders: dict[str, Any] = {path: loader.order for path, loader in self.loaders.items()}
-        return {path: order.files for path, order in orders.items() if order.kind == "iterable"}
+    @property
+    def draw_alike_as_model(self) -> bool:
+        """Whether iterables that are not seeded draw where the model does, and ranks have to draw alike in them."""
+        orders: list[Any] = [loader.order for loader in self.loaders.values() if not loader.num_workers]
+        settings = [order.settings for order in orders if order.kind == "iterable"]
+        return any(one.draw_alike and one.sample_seed is None for one in settings)
 
-    def note_files(self, of_ranks: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
-        """Let states hold the files of all ranks.
+    def iterables_of_this_rank(self) -> dict[str, dict[str, dict[str, str]]]:
+        """Of iterable datasets, by path, digests of the lists of files that they hold, and of random generators.
+
+        The latter are those that a pass draws from in torch; each rank may have its own of both.
+        """
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        for path, loader in self.loaders.items():
+            order: Any = loader.order
+            if order.kind == "iterable":
+                found[path] = {"files": order.files, "generators": order.generators}
+        return found
+
+    def note_iterables(self, of_ranks: Sequence[Mapping[str, Mapping[str, Mapping[str, str]]]]) -> list[str]:
+        """Let states hold the files of all ranks, and ranks draw alike whose generators stood alike.
 
         Args:
-            of_ranks: The result of :meth:`files_of_this_rank` on each rank.
+            of_ranks: The result of :meth:`iterables_of_this_rank` on each rank.
+
+        Returns:
+            Sentences for the log.
         """
-        for path in self.files_of_this_rank():
-            if any(files := [of_rank[path] for of_rank in of_ranks]):
+        said = []
+        for path in self.iterables_of_this_rank():
+            if any(files := [of_rank[path]["files"] for of_rank in of_ranks]):
                 config, joined = self.loaders[path].tracker.config, _by_rank(files)
                 content = joined if isinstance(joined, Mapping) else {"files": joined}
                 config["dataset"] = {**config["dataset"], "content": content}
+            order: Any = self.loaders[path].order
+            said.append(order.note_draws([of_rank[path]["generators"] for of_rank in of_ranks]))
+        return [one for one in said if one]
 
     def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
         """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.
@@ -194,6 +215,10 @@ class CombinedLoaders:
         for path, loader in self.loaders.items():
             loader.begin_in(epoch)
             before = other.loaders.get(path)
+            if before is not None and before.order.kind == loader.order.kind == "iterable":
+                # By now the generators stand where training has left them.
+                order: Any = loader.order
+                order.draw_as(before.order)
             if before is not None:
                 loader.tracker.take_over_skip(before.tracker)
                 self._lengths.clear()

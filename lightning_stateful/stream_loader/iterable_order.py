@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,9 +22,19 @@ from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_nodes.node_shards import draws_orders
 from lightning_stateful.stream_nodes.own_state import beginning_of, has_state
-from lightning_stateful.streams.iterable_state import IterableState
+from lightning_stateful.streams.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
+from lightning_stateful.streams.rank_draws import (
+    generators_of_ranks,
+    lightning_seeds_workers,
+    note_of_draws,
+    seeds_workers_by_rank,
+    standing_alike,
+    where_generators_stand,
+)
+
+_log = logging.getLogger(__name__)
 
 
 class IterableOrder(StreamReader):
@@ -33,6 +44,7 @@ class IterableOrder(StreamReader):
 
     Attributes:
         files: Digests, by attribute, of the lists of files that the dataset names in this process.
+        generators: Where the random generators stood that a Trainer's passes draw from, when this was built.
     """
 
     kind: ClassVar[str] = "iterable"
@@ -44,9 +56,14 @@ class IterableOrder(StreamReader):
     _has_warned = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
+    # Whether it is known if ranks draw alike.
+    _knows_draws = False
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
+        self.generators = where_generators_stand(loader)
+        if lightning_seeds_workers(loader):
+            self.generators = {"workers": str(self.topology.rank)}
         gives_batches = isinstance(loader.dataset, IterableBatches)
         self.settings = IterableConfig(
             dataset=self.dataset,
@@ -107,6 +124,29 @@ class IterableOrder(StreamReader):
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again; empty if it does not."""
         return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
+
+    def note_draws(self, of_ranks: Sequence[Mapping[str, str]]) -> str:
+        """Let ranks draw alike if their generators stood alike, unless a state that was loaded says how they draw.
+
+        Args:
+            of_ranks: :attr:`generators` of all ranks.
+
+        Returns:
+            A sentence for the log where some stood alike and others did not; else an empty one.
+        """
+        if self._knows_draws:
+            return ""
+        alike = standing_alike(of_ranks)
+        self._set_draws(all(alike.values()) and not seeds_workers_by_rank(self.loader))
+        return note_of_draws(alike, self.name)
+
+    def draw_as(self, other: IterableOrder) -> None:
+        """Let ranks draw as in another reader's, which has been built before anything was drawn."""
+        self._set_draws(other.settings.draw_alike)
+
+    def _set_draws(self, alike: bool) -> None:
+        self._knows_draws = True
+        self.settings = replace(self.settings, draw_alike=alike)
 
     @property
     def begins_anew(self) -> bool:
@@ -172,6 +212,7 @@ class IterableOrder(StreamReader):
 
     def _begin(self, state: IterableState) -> StreamRun:
         run = self._run
+        state = self._with_draws(state)
         if run is not None and run.is_iterated and self.begins_anew:
             if not self._has_warned:
                 warnings.warn(
@@ -188,6 +229,16 @@ class IterableOrder(StreamReader):
                 self._run = None
         return super()._begin(state)
 
+    def _with_draws(self, state: IterableState) -> IterableState:
+        """The state, in which ranks draw as they do; before the first pass they tell each other."""
+        if self._is_joined and not self._knows_draws:
+            of_ranks = generators_of_ranks(self.loader, self.name, self.options.timeout)
+            if len(of_ranks) != self.topology.num_replicas:
+                self._knows_draws = True
+            elif said := self.note_draws(of_ranks):
+                _log.info(said)
+        return replace(state, config=self.settings)
+
     def begin_at(self, progress: Progress) -> None:
         """Let a pass begin at a progress of which no state says where the dataset stood."""
         super().begin_at(progress)
@@ -201,6 +252,8 @@ class IterableOrder(StreamReader):
 
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
+        if says_how_ranks_draw(progress.details):
+            self._set_draws(progress.details.get("alike", False))
         self._moves_to = progress.epoch, progress.consumed
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))

@@ -81,7 +81,7 @@ class StreamRun:
             begun.config.open(task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
-        seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, rank)
+        seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, 0 if begun.config.draw_alike else rank)
         self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
         self._skip_unknown()
         self.states = self._states

@@ -37,6 +37,7 @@ _SHAPE = {
     "steps": COUNT,
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
+    "alike?": bool,
 }
 
 
@@ -106,7 +107,7 @@ class IterableState:
         first = min(going, key=lambda worker: (served[worker], worker), default=0)
         return [
             IterableTask(
-                slot=worker * self.num_replicas + rank,
+                slot=worker * self.num_replicas + (0 if self.config.draw_alike else rank),
                 worker=worker,
                 rank=rank,
                 epoch=self.epoch,
@@ -184,6 +185,7 @@ class IterableState:
             "workers": self.num_workers,
             "steps": self.steps,
             "slots": [copy_plain(slot) for slot in self.slots],
+            **({"alike": True} if self.config.draw_alike and self.num_replicas > 1 else {}),
         }
 
     @classmethod
@@ -199,6 +201,8 @@ class IterableState:
         """
         check_shape(dict(data), _SHAPE, "progress")
         slots = tuple(copy_plain(slot) for slot in data["slots"])
+        if says_how_ranks_draw(data):
+            config = replace(config, draw_alike=data.get("alike", False))
         state = cls(
             config=config,
             epoch=data["pass"],
@@ -219,3 +223,12 @@ class IterableState:
     def _name(self, slot: int) -> str:
         worker, rank = divmod(slot, self.num_replicas)
         return name_of_slot(self.config, rank, worker)
+
+
+def says_how_ranks_draw(data: Mapping[str, Any]) -> bool:
+    """Whether a state of several ranks has them draw alike or apart: of a run that has begun.
+
+    Args:
+        data: What :meth:`IterableState.to_dict` wrote.
+    """
+    return data["num_replicas"] > 1 and bool("alike" in data or data["pass"] or data["steps"] or any(data["slots"]))

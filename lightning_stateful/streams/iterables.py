@@ -62,6 +62,7 @@ class IterableConfig:
         stays: Whether the same object is read in every pass, and not a copy in a worker that ends with the pass.
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
+        draw_alike: Whether seeds are the same on all ranks, those of rank 0.
         told: Tells the epoch to those that have ``set_epoch``.
     """
 
@@ -75,6 +76,7 @@ class IterableConfig:
     stays: bool = True
     is_checked: bool = True
     beginning: Any = None
+    draw_alike: bool = False
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
     # It finds out its worker from torch.utils.data.get_worker_info().
     hides_workers: ClassVar[bool] = False
@@ -124,7 +126,7 @@ class IterableTask(NamedTuple):
     """The part of a pass that a worker slot is to read.
 
     Attributes:
-        slot: Its number: ``worker * num_replicas + rank``.
+        slot: Its number, ``worker * num_replicas + rank``; where ranks draw alike that of rank 0.
         worker: Which of its rank's workers it is.
         rank: Its rank.
         epoch: The pass.

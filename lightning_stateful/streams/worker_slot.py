@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError
@@ -58,6 +58,8 @@ class StreamConfig:
     """
 
     sources: Mapping[str, Source]
+    # What is drawn follows from shards, and not from ranks.
+    draw_alike: ClassVar[bool] = False
     mixing: Mixing | None = None
     batch_size: int | None = 1
     is_batched: bool = True

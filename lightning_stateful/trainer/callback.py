@@ -496,4 +496,4 @@ class StatefulDataCallback(pl.Callback):
 
     def _seed_model(self, trainer: pl.Trainer, stage: str) -> None:
         if self.settings.seed_model:
-            seed_stage(trainer, self._seed, stage)
+            seed_stage(trainer, self._seed, stage, self._loaders.combined if self._loaders else None)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
 from lightning_stateful.loops.ranks import topology_of
@@ -21,15 +22,32 @@ def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None
     seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
 
 
-def seed_stage(trainer: pl.Trainer, seed: int, stage: str) -> None:
-    """Seed what happens in a hook of an epoch, and in those behind it.
+def seed_stage(
+    trainer: pl.Trainer,
+    seed: int,
+    stage: str,
+    combined: CombinedLoaders | None = None,
+    at: tuple[int, int] | None = None,
+) -> None:
+    """Seed what happens in a hook of an epoch, or for a batch, and in those behind it, by rank.
+
+    Where iterables that are not seeded draw from the same generators, and ranks have to draw alike in them, it is rank
+    0 on all.
+
+    Args:
+        trainer: The trainer.
+        seed: The seed.
+        stage: The name of the hook.
+        combined: The training loaders.
+        at: Epoch and batch, where they are others than by the trainer's counters.
 
     Warns:
         StatefulWarning: Hooks have drawn as the epoch started, before they were seeded.
     """
     if stage == "epoch start":
         warn_of_draws_before_seeding(trainer)
-    seed_model(seed, topology_of(trainer).rank, stage, *next_step(trainer))
+    is_alike = combined is not None and combined.draw_alike_as_model
+    seed_model(seed, 0 if is_alike else topology_of(trainer).rank, stage, *(at or next_step(trainer)))
 
 
 def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:

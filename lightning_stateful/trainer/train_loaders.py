@@ -45,7 +45,7 @@ from lightning_stateful.trainer.loader_proxy import (
     request_training_loaders,
 )
 from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
-from lightning_stateful.trainer.run_seeds import naming_remedies, request_by_epoch, seed_model
+from lightning_stateful.trainer.run_seeds import naming_remedies, request_by_epoch, seed_stage
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
@@ -190,8 +190,9 @@ class TrainLoaders:
         )
         if own := data.combined.configs_of_this_rank():
             data.combined.note_ranks(gathered(own))
-        if (files := data.combined.files_of_this_rank()) and trainer.world_size > 1:
-            data.combined.note_files(gathered(files))
+        if (own := data.combined.iterables_of_this_rank()) and trainer.world_size > 1:
+            for said in data.combined.note_iterables(gathered(own)):
+                rank_zero_info(said)
         return data
 
     @classmethod
@@ -369,7 +370,7 @@ class TrainLoaders:
         return LoaderProxy(
             loader,
             partial(self._locate, path),
-            partial(self._seed_batch, self.seed, topology_of(self._trainer).rank),
+            self._seed_batch,
             isolated=not self._settings.seed_model,
             original=original,
             overfits=overfits(self._trainer),
@@ -465,9 +466,9 @@ class TrainLoaders:
             return loop_progress.next_step(self._trainer)
         return self._resumed_at.epoch, self._resumed_at.batch
 
-    def _seed_batch(self, seed: int, rank: int) -> None:
+    def _seed_batch(self) -> None:
         if self._settings.seed_model:
-            seed_model(seed, rank, "batch", *self._next_step())
+            seed_stage(self._trainer, self.seed, "batch", self.combined, at=self._next_step())
 
 
 def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:
