@@ -13,6 +13,7 @@ from lightning_stateful.errors import ConfigurationError, DamagedStateError, Dif
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.streams.rank_draws import ALL_KINDS
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -105,7 +106,7 @@ class CombinedLoaders:
         """Whether iterables that are not seeded draw where the model does, and ranks have to draw alike in them."""
         orders: list[Any] = [loader.order for loader in self.loaders.values() if not loader.num_workers]
         settings = [order.settings for order in orders if order.kind == "iterable"]
-        return any(one.draw_alike and one.sample_seed is None for one in settings)
+        return any(one.kinds_alike >= ALL_KINDS and one.sample_seed is None for one in settings)
 
     def iterables_of_this_rank(self) -> dict[str, dict[str, dict[str, str]]]:
         """Of iterable datasets, by path, digests of the lists of files that they hold, and of random generators.
@@ -119,24 +120,19 @@ class CombinedLoaders:
                 found[path] = {"files": order.files, "generators": order.generators}
         return found
 
-    def note_iterables(self, of_ranks: Sequence[Mapping[str, Mapping[str, Mapping[str, str]]]]) -> list[str]:
+    def note_iterables(self, of_ranks: Sequence[Mapping[str, Mapping[str, Mapping[str, str]]]]) -> None:
         """Let states hold the files of all ranks, and ranks draw alike whose generators stood alike.
 
         Args:
             of_ranks: The result of :meth:`iterables_of_this_rank` on each rank.
-
-        Returns:
-            Sentences for the log.
         """
-        said = []
         for path in self.iterables_of_this_rank():
             if any(files := [of_rank[path]["files"] for of_rank in of_ranks]):
                 config, joined = self.loaders[path].tracker.config, _by_rank(files)
                 content = joined if isinstance(joined, Mapping) else {"files": joined}
                 config["dataset"] = {**config["dataset"], "content": content}
             order: Any = self.loaders[path].order
-            said.append(order.note_draws([of_rank[path]["generators"] for of_rank in of_ranks]))
-        return [one for one in said if one]
+            order.note_draws([of_rank[path]["generators"] for of_rank in of_ranks])
 
     def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
         """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.

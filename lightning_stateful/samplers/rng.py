@@ -62,6 +62,16 @@ def seed_randomness(seed: int) -> None:
         random.setstate((3, (*of_python[1].tolist(), of_python[2]), None))
 
 
+def seed_kinds(kinds: Collection[str], seed: int) -> None:
+    """Seed some of :data:`KINDS`."""
+    if "torch" in kinds:
+        torch.default_generator.manual_seed(seed & _MOST_OF_INT64)
+    if "random" in kinds:
+        random.seed(seed)
+    if "numpy" in kinds:
+        np.random.seed(seed & 0xFFFFFFFF)
+
+
 def seed_devices(seed: int) -> None:
     """Seed the CPU generators, and torch's on every device that this machine has.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -27,14 +26,11 @@ from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
+    kinds_alike,
     lightning_seeds_workers,
-    note_of_draws,
     seeds_workers_by_rank,
-    standing_alike,
     where_generators_stand,
 )
-
-_log = logging.getLogger(__name__)
 
 
 class IterableOrder(StreamReader):
@@ -125,28 +121,23 @@ class IterableOrder(StreamReader):
         """Why a resume reads samples again; empty if it does not."""
         return "" if has_state(self.dataset) else "it has no state_dict and load_state_dict"
 
-    def note_draws(self, of_ranks: Sequence[Mapping[str, str]]) -> str:
-        """Let ranks draw alike if their generators stood alike, unless a state that was loaded says how they draw.
+    def note_draws(self, of_ranks: Sequence[Mapping[str, str]]) -> None:
+        """Let ranks draw alike where their generators stood alike, unless a state that was loaded says how they draw.
 
         Args:
             of_ranks: :attr:`generators` of all ranks.
-
-        Returns:
-            A sentence for the log where some stood alike and others did not; else an empty one.
         """
-        if self._knows_draws:
-            return ""
-        alike = standing_alike(of_ranks)
-        self._set_draws(all(alike.values()) and not seeds_workers_by_rank(self.loader))
-        return note_of_draws(alike, self.name)
+        if not self._knows_draws:
+            by_rank = seeds_workers_by_rank(self.loader)
+            self._set_draws(frozenset() if by_rank else kinds_alike(of_ranks))
 
     def draw_as(self, other: IterableOrder) -> None:
         """Let ranks draw as in another reader's, which has been built before anything was drawn."""
-        self._set_draws(other.settings.draw_alike)
+        self._set_draws(other.settings.kinds_alike)
 
-    def _set_draws(self, alike: bool) -> None:
+    def _set_draws(self, alike: Collection[str]) -> None:
         self._knows_draws = True
-        self.settings = replace(self.settings, draw_alike=alike)
+        self.settings = replace(self.settings, kinds_alike=frozenset(alike))
 
     @property
     def begins_anew(self) -> bool:
@@ -235,8 +226,8 @@ class IterableOrder(StreamReader):
             of_ranks = generators_of_ranks(self.loader, self.name, self.options.timeout)
             if len(of_ranks) != self.topology.num_replicas:
                 self._knows_draws = True
-            elif said := self.note_draws(of_ranks):
-                _log.info(said)
+            else:
+                self.note_draws(of_ranks)
         return replace(state, config=self.settings)
 
     def begin_at(self, progress: Progress) -> None:
@@ -253,7 +244,7 @@ class IterableOrder(StreamReader):
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
         if says_how_ranks_draw(progress.details):
-            self._set_draws(progress.details.get("alike", False))
+            self._set_draws(progress.details.get("alike", ()))
         self._moves_to = progress.epoch, progress.consumed
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))

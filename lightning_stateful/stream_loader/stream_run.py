@@ -17,6 +17,7 @@ from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.numbered import NOTHING, Given
+from lightning_stateful.streams.rank_draws import ALL_KINDS
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]
@@ -81,7 +82,9 @@ class StreamRun:
             begun.config.open(task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
-        seed = derive_seed("stream", seed, begun.epoch, begun.steps_before, 0 if begun.config.draw_alike else rank)
+        seed = derive_seed(
+            "stream", seed, begun.epoch, begun.steps_before, 0 if begun.config.kinds_alike >= ALL_KINDS else rank
+        )
         self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
         self._skip_unknown()
         self.states = self._states

@@ -13,6 +13,7 @@ from lightning_stateful.state import copy_plain
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.iterables import FRESH, IterableConfig, IterableTask, name_of_slot
+from lightning_stateful.streams.rank_draws import ALL_KINDS
 
 # Batches that are read again one by one, in place of a state.
 _FEW = range(2**20)
@@ -37,7 +38,7 @@ _SHAPE = {
     "steps": COUNT,
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
-    "alike?": bool,
+    "alike?": [str],
 }
 
 
@@ -107,7 +108,7 @@ class IterableState:
         first = min(going, key=lambda worker: (served[worker], worker), default=0)
         return [
             IterableTask(
-                slot=worker * self.num_replicas + (0 if self.config.draw_alike else rank),
+                slot=worker * self.num_replicas + (0 if self.config.kinds_alike >= ALL_KINDS else rank),
                 worker=worker,
                 rank=rank,
                 epoch=self.epoch,
@@ -185,7 +186,7 @@ class IterableState:
             "workers": self.num_workers,
             "steps": self.steps,
             "slots": [copy_plain(slot) for slot in self.slots],
-            **({"alike": True} if self.config.draw_alike and self.num_replicas > 1 else {}),
+            **({"alike": sorted(self.config.kinds_alike)} if self.config.kinds_alike and self.num_replicas > 1 else {}),
         }
 
     @classmethod
@@ -202,7 +203,7 @@ class IterableState:
         check_shape(dict(data), _SHAPE, "progress")
         slots = tuple(copy_plain(slot) for slot in data["slots"])
         if says_how_ranks_draw(data):
-            config = replace(config, draw_alike=data.get("alike", False))
+            config = replace(config, kinds_alike=frozenset(data.get("alike", ())))
         state = cls(
             config=config,
             epoch=data["pass"],

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.samplers.rng import OwnRandomness, keep_randomness, seed_randomness
+from lightning_stateful.samplers.rng import OwnRandomness, keep_randomness
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -23,6 +23,7 @@ from lightning_stateful.streams.pass_history import (
     history_of,
     parts_of,
 )
+from lightning_stateful.streams.rank_draws import seed_reads
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
@@ -62,7 +63,7 @@ class IterableConfig:
         stays: Whether the same object is read in every pass, and not a copy in a worker that ends with the pass.
         is_checked: Whether its samples tell that it is read again as before.
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
-        draw_alike: Whether seeds are the same on all ranks, those of rank 0.
+        kinds_alike: Kinds of the process's generators whose seeds are the same on all ranks, those of rank 0.
         told: Tells the epoch to those that have ``set_epoch``.
     """
 
@@ -76,7 +77,7 @@ class IterableConfig:
     stays: bool = True
     is_checked: bool = True
     beginning: Any = None
-    draw_alike: bool = False
+    kinds_alike: frozenset[str] = frozenset()
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
     # It finds out its worker from torch.utils.data.get_worker_info().
     hides_workers: ClassVar[bool] = False
@@ -488,8 +489,7 @@ class IterableSlot:
         return has_state(self._dataset) or has_state(self._iterator)
 
     def _seed(self, epoch: int, number: int) -> None:
-        if self._config.sample_seed is not None:
-            seed_randomness(mixed_seed(self._config.sample_seed, epoch, self._task.slot, number))
+        seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)

@@ -7,38 +7,34 @@ alike in torch, and each file comes once. Where the ranks' generators stand apar
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.samplers.attributes import codes_in
 from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
 from lightning_stateful.user_samplers.rank_exchange import exchanged
 
-_SIZE = 8
+_SIZE, ALL_KINDS = 8, frozenset(KINDS)
 
 
 def where_generators_stand(loader: DataLoader[Any]) -> dict[str, str]:
-    """Digests, by name, of the states of the CPU generators that a pass over a loader depends on in torch.
+    """Digests, by kind, of the states of the CPU generators that a pass over a loader depends on in torch.
 
     Workers are seeded by torch's own generator, or by the loader's.
 
     Args:
         loader: The loader.
     """
+    states = dict(zip(KINDS, Randomness.now().as_texts(), strict=True))
     if loader.num_workers:
-        generator = torch.default_generator if loader.generator is None else loader.generator
-        return {"torch": hex_digest(generator.get_state().numpy().tobytes(), size=_SIZE)}
-    states: dict[str, Any] = {"NumPy": np.random.get_state(), "random": random.getstate()}
-    kind, key, *rest = states["NumPy"]
-    texts = {"NumPy": repr((kind, key.tobytes(), *rest)), "random": repr(states["random"])}
-    found = {name: hex_digest(text.encode(), size=_SIZE) for name, text in texts.items()}
-    return {"torch": hex_digest(torch.get_rng_state().numpy().tobytes(), size=_SIZE), **found}
+        own = loader.generator
+        states = {"torch": states["torch"] if own is None else state_of_generator(own)}
+    return {kind: hex_digest(text.encode(), size=_SIZE) for kind, text in states.items()}
 
 
 def generators_of_ranks(loader: DataLoader[Any], name: str, timeout: float) -> list[dict[str, str]]:
@@ -79,28 +75,32 @@ def lightning_seeds_workers(loader: Any) -> bool:
     return bool(is_asked and loader.num_workers and loader.worker_init_fn is None)
 
 
-def standing_alike(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, bool]:
-    """Whether generators stand alike on all ranks, by name.
+def kinds_alike(of_ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
+    """The kinds of generators from which ranks are to draw alike, as they stand alike on all.
 
     Args:
         of_ranks: What :func:`where_generators_stand` has found on each rank.
+
+    Returns:
+        Some of :data:`~lightning_stateful.samplers.rng.KINDS`; all of them where the only one seeds workers.
     """
     first = of_ranks[0]
-    return {name: all(of.get(name) == first[name] for of in of_ranks) for name in first}
+    found = frozenset(kind for kind in first if all(of.get(kind) == first[kind] for of in of_ranks))
+    return ALL_KINDS if found and found == first.keys() else found & ALL_KINDS
 
 
-def note_of_draws(alike: Mapping[str, bool], name: str) -> str:
-    """A sentence on how ranks draw, where that is not the same for all generators; empty where it is.
+def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, number: int) -> None:
+    """Seed the process's generators for what a worker slot reads next.
 
     Args:
-        alike: What :func:`standing_alike` has found.
-        name: The dataset's.
+        seed: The seed; None to leave them.
+        kinds: The kinds from which all ranks draw alike; of all of them the slot is one of rank 0.
+        task: The slot's.
+        epoch: The pass.
+        number: The batch of the slot.
     """
-    if len(set(alike.values())) < 2:
-        return ""
-    same = ", ".join(one for one, is_alike in alike.items() if is_alike)
-    others = ", ".join(one for one, is_alike in alike.items() if not is_alike)
-    return (
-        f"The ranks' random generators stood alike ({same}) and apart ({others}), so each rank draws otherwise in "
-        f"{name}. If ranks are to shuffle alike, seed all of these alike before its loader is built."
-    )
+    if seed is None:
+        return
+    seed_randomness(mixed_seed(seed, epoch, task.slot, number))
+    if kinds and not kinds >= ALL_KINDS:
+        seed_kinds(kinds, mixed_seed(seed, epoch, task.slot - task.rank, number))

@@ -59,7 +59,7 @@ class StreamConfig:
 
     sources: Mapping[str, Source]
     # What is drawn follows from shards, and not from ranks.
-    draw_alike: ClassVar[bool] = False
+    kinds_alike: ClassVar[frozenset[str]] = frozenset()
     mixing: Mixing | None = None
     batch_size: int | None = 1
     is_batched: bool = True

@@ -49,7 +49,7 @@ from lightning_stateful.trainer.loader_proxy import Request, discard_training_lo
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
-from lightning_stateful.trainer.run_seeds import seed_stage
+from lightning_stateful.trainer.run_seeds import end_seeding, seed_stage
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
 from lightning_stateful.trainer.validation_data import ValidationData
@@ -181,6 +181,7 @@ class StatefulDataCallback(pl.Callback):
         self._results.generators.end_watching(trainer)
         self._signals.end()
         self.settings.ledger.close()
+        end_seeding(stage, self.settings.seed_model)
         if isinstance(self._phase, Resumed) and stage == "fit":
             other_callbacks.finish_averaging(trainer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -44,6 +45,17 @@ def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
                 "Give each loader a dataset of its own.",
                 category=StatefulWarning,
             )
+
+
+def warn_of_changed_arguments(changed: Collection[str], where: str) -> None:
+    """Warn of arguments of a loader that were set too late, by their names; of none nothing is said."""
+    if changed:
+        rank_zero_warn(
+            f"{', '.join(changed)} of {where} was set after the Trainer had asked for it, and training goes on with "
+            "what it was then. Let train_dataloader return a loader with the new value, with "
+            "Trainer(reload_dataloaders_every_n_epochs=1), or give a batch_sampler of your own, which is iterated.",
+            category=StatefulWarning,
+        )
 
 
 def warn_of_shared_samplers(combined: CombinedLoaders, *, is_dealt_out: bool) -> None:

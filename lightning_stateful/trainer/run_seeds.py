@@ -15,6 +15,7 @@ from lightning_stateful.loops.loop_progress import next_step, reloads_every, war
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
+from lightning_stateful.user_samplers.rank_exchange import end_comparing
 
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
@@ -22,32 +23,39 @@ def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None
     seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
 
 
-def seed_stage(
-    trainer: pl.Trainer,
-    seed: int,
-    stage: str,
-    combined: CombinedLoaders | None = None,
-    at: tuple[int, int] | None = None,
-) -> None:
-    """Seed what happens in a hook of an epoch, or for a batch, and in those behind it, by rank.
+def rank_of_model(trainer: pl.Trainer, combined: CombinedLoaders | None) -> int:
+    """The rank by which the model draws: 0 on all ranks where these have to draw alike in iterables.
 
-    Where iterables that are not seeded draw from the same generators, and ranks have to draw alike in them, it is rank
-    0 on all.
+    These are iterables that are not seeded, and so draw from the same generators as the model.
+    """
+    return 0 if combined is not None and combined.draw_alike_as_model else topology_of(trainer).rank
+
+
+def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoaders | None) -> None:
+    """Seed what happens in a hook of an epoch, and in those behind it, by rank.
 
     Args:
         trainer: The trainer.
         seed: The seed.
         stage: The name of the hook.
         combined: The training loaders.
-        at: Epoch and batch, where they are others than by the trainer's counters.
 
     Warns:
         StatefulWarning: Hooks have drawn as the epoch started, before they were seeded.
     """
     if stage == "epoch start":
         warn_of_draws_before_seeding(trainer)
-    is_alike = combined is not None and combined.draw_alike_as_model
-    seed_model(seed, 0 if is_alike else topology_of(trainer).rank, stage, *(at or next_step(trainer)))
+    seed_model(seed, rank_of_model(trainer, combined), stage, *next_step(trainer))
+
+
+def end_seeding(stage: str, is_seeded: bool) -> None:
+    """Leave generators that stood alike on all ranks before a fit so, and compare them anew before the next.
+
+    Args:
+        stage: The stage that ends.
+        is_seeded: Whether a fit seeds the model.
+    """
+    end_comparing(were_seeded=stage == "fit" and is_seeded)
 
 
 def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:

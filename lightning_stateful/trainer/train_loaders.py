@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -44,8 +44,12 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
-from lightning_stateful.trainer.run_seeds import naming_remedies, request_by_epoch, seed_stage
+from lightning_stateful.trainer.odd_datasets import (
+    warn_of_changed_arguments,
+    warn_of_shared_datasets,
+    warn_of_shared_samplers,
+)
+from lightning_stateful.trainer.run_seeds import naming_remedies, rank_of_model, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
@@ -191,8 +195,7 @@ class TrainLoaders:
         if own := data.combined.configs_of_this_rank():
             data.combined.note_ranks(gathered(own))
         if (own := data.combined.iterables_of_this_rank()) and trainer.world_size > 1:
-            for said in data.combined.note_iterables(gathered(own)):
-                rank_zero_info(said)
+            data.combined.note_iterables(gathered(own))
         return data
 
     @classmethod
@@ -427,7 +430,7 @@ class TrainLoaders:
             compare()
         if self._notes_content:
             self.content.note_begin(path)
-        self._warn_of_changed_arguments(path)
+        warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         epoch, step = self._next_step()
         self._first_steps[path] = step
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
@@ -451,24 +454,19 @@ class TrainLoaders:
             return None
         return loader.plan_aside(epoch, of_copy=again)
 
-    def _warn_of_changed_arguments(self, path: str) -> None:
-        if changed := self._proxies[path].changed_arguments():
-            rank_zero_warn(
-                f"{', '.join(changed)} of {name_of('training', path)} was set after the Trainer had asked for it, and "
-                "training goes on with what it was then. Let train_dataloader return a loader with the new value, with "
-                "Trainer(reload_dataloaders_every_n_epochs=1), or give a batch_sampler of your own, which is iterated.",
-                category=StatefulWarning,
-            )
-
     def _next_step(self) -> tuple[int, int]:
         """Epoch and step of the next batch: where the run was resumed, until Lightning has restored its counters."""
         if self._resumed_at is None or self._training_began:
             return loop_progress.next_step(self._trainer)
         return self._resumed_at.epoch, self._resumed_at.batch
 
+    @cached_property
+    def _rank_of_model(self) -> int:
+        return rank_of_model(self._trainer, self.combined)
+
     def _seed_batch(self) -> None:
         if self._settings.seed_model:
-            seed_stage(self._trainer, self.seed, "batch", self.combined, at=self._next_step())
+            seed_model(self.seed, self._rank_of_model, "batch", *self._next_step())
 
 
 def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch.distributed
 
+from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import RankMismatchError
 from lightning_stateful.samplers.fingerprint import hex_digest
-from lightning_stateful.samplers.rng import KINDS, Randomness, state_of_generator
+from lightning_stateful.samplers.rng import KINDS, Randomness, seed_kinds, state_of_generator
 from lightning_stateful.samplers.tracker import detect_topology
 
 # Of each name, values that were exchanged so far; all processes exchange the same in the same order.
@@ -67,7 +68,7 @@ def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
     """The kinds of generators from which code draws other numbers on each rank, as they stand before training.
 
     They do so where they are seeded by rank, or by nobody. All processes are to ask together. Those of the process are
-    compared when this is called first, as training seeds them by rank.
+    compared once in a fit, as training seeds them by rank.
 
     Args:
         name: What draws, the same on all processes.
@@ -86,8 +87,21 @@ def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
     return _APART[0] | {"held"} if len(set(held or ())) > 1 else _APART[0]
 
 
+def end_comparing(*, were_seeded: bool) -> None:
+    """Compare the process's generators anew from now on.
+
+    Args:
+        were_seeded: Training has seeded them by rank. Those that stood alike are put into states that do so again.
+    """
+    if were_seeded and _APART:
+        _NUM_SEEDED[0] += 1
+        seed_kinds(frozenset(KINDS) - _APART[0], derive_seed("behind training", _NUM_SEEDED[0]))
+    _APART.clear()
+
+
 # The kinds of the process's generators that stood otherwise on other ranks.
 _APART: list[frozenset[str]] = []
+_NUM_SEEDED = [0]
 
 
 def post(name: str, value: Any) -> None:

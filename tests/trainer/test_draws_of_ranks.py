@@ -142,6 +142,9 @@ CASES = [
     ("alike with workers", 1, "random"),
     ("apart", 0, "random"),
     ("apart", 1, "random"),
+    # Each kind of generator by itself.
+    ("partly", 0, "random"),
+    ("partly", 0, "torch"),
 ]
 
 
@@ -151,18 +154,9 @@ def test_ranks_draw_alike_where_they_do_in_lightning_alone(ranks: Ranks, stand: 
     runs = assert_chains([of["chain"] for of in found])
     for epoch in range(2):
         is_each_once = ids(found, epoch) == EVERY
-        assert is_each_once == (stand == "alike" or (stand == "alike with workers" and not workers))
+        stands_alike = stand == "alike" or (stand == "alike with workers" and not workers)
+        assert is_each_once == (stands_alike or (stand, by) == ("partly", "random"))
         assert (over_all(runs, epoch) == EVERY) == is_each_once
-
-
-def test_where_some_generators_stand_apart_ranks_draw_apart_and_the_log_says_so(ranks: Ranks) -> None:
-    found = ranks.of(chain, "partly", 0)
-    runs = assert_chains([of["chain"] for of in found])
-    assert over_all(runs, 0) != EVERY
-    said = [line for line in found[0]["lines"] if "stood alike (random) and apart (torch, NumPy)" in line]
-    assert len(said) == 3
-    assert "each rank draws otherwise in Shuffled" in said[0]
-    assert not any("stood alike" in line for line in ranks.of(chain, "alike", 0, "random")[0]["lines"])
 
 
 @pytest.mark.parametrize(("stand", "then"), [("alike", "apart"), ("apart", "alike")])
