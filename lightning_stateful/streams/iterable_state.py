@@ -38,6 +38,7 @@ _SHAPE = {
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
     "alike?": bool,
+    "copies?": {str: str},
 }
 
 
