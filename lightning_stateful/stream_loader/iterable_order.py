@@ -134,12 +134,14 @@ class IterableOrder(StreamReader):
             of_ranks: :attr:`generators` of all ranks.
 
         Returns:
-            A sentence for the log where some stood alike and others did not; else an empty one.
+            A sentence for the log where some stood alike; else an empty one.
         """
         if self._knows_draws:
             return ""
         alike = standing_alike(of_ranks)
         self._set_draws(all(alike.values()) and not seeds_workers_by_rank(self.loader))
+        if self.settings.draw_alike:
+            return f"Ranks draw alike in {self.name}, as their random generators stood alike."
         return note_of_draws(alike, self.name)
 
     def draw_as(self, other: IterableOrder) -> None:
@@ -255,7 +257,11 @@ class IterableOrder(StreamReader):
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
         if says_how_ranks_draw(progress.details):
-            self._set_draws(progress.details.get("alike", False))
+            alike = progress.details.get("alike", False)
+            if self._knows_draws and alike != self.settings.draw_alike:
+                how = "alike" if alike else "apart"
+                _log.info("Ranks draw %s in %s all the same, as in the run that is resumed.", how, self.name)
+            self._set_draws(alike)
         self._moves_to = progress.epoch, progress.consumed
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))

@@ -53,8 +53,9 @@ def own_state(dataset: Any, iterator: Any, name: str) -> NodeState:
     except Exception as error:
         if asked := [argument for holder in holders.values() for argument in _needed_by_state_dict(holder)]:
             raise StateError(
-                f"state_dict() of {name} takes arguments ({', '.join(asked)}), which only the loader of its own package knows: "
-                "no state of it can be taken here. Either train on an iterable that is no DataLoader and holds "
+                f"state_dict() of {name} takes arguments ({', '.join(asked)}), "
+                "which only the loader of its own package knows: no state of it can be taken here. "
+                "Either train on an iterable that is no DataLoader and holds "
                 "that loader, with __iter__, state_dict and load_state_dict that call the loader's "
                 "(docs/compatibility.md); or give it, in a subclass, a state_dict() without arguments."
             ) from error

@@ -162,7 +162,11 @@ def test_where_some_generators_stand_apart_ranks_draw_apart_and_the_log_says_so(
     said = [line for line in found[0]["lines"] if "stood alike (random) and apart (torch, NumPy)" in line]
     assert len(said) == 3
     assert "each rank draws otherwise in Shuffled" in said[0]
-    assert not any("stood alike" in line for line in ranks.of(chain, "alike", 0, "random")[0]["lines"])
+    # A resume says it too, and draws as the run did.
+    lines = ranks.of(chain, "alike", 0, "random")[0]["lines"]
+    said = "Ranks draw alike in Shuffled, as their random generators stood alike."
+    assert [line for line in lines if "stood alike" in line] == [said] * 3
+    assert not any("stood alike" in line for line in ranks.of(chain, "apart", 0, "random")[0]["lines"])
 
 
 @pytest.mark.parametrize(("stand", "then"), [("alike", "apart"), ("apart", "alike")])
