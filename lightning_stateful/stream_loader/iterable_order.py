@@ -24,6 +24,7 @@ from lightning_stateful.stream_nodes.own_state import beginning_of, has_state
 from lightning_stateful.streams.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.streams.iterables import IterableConfig
 from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
+from lightning_stateful.streams.persistent_copies import PersistentCopies
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
     kinds_alike,
@@ -76,9 +77,10 @@ class IterableOrder(StreamReader):
             self._warn_of_drawn_orders()
         self.files = named_files(parts_of(self.dataset))
         self._built = digest_of_dataset(self.dataset) if self.settings.counts_passes else ""
+        is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
         # Nothing of the dataset that lives on in workers is set from here.
-        is_watched = self.begins_anew and self.settings.is_checked
-        is_watched = is_watched and not (gives_batches or self._shares_workers)
+        self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
+        is_watched = is_watched and not self._shares_workers
         self._watch = SetBetweenPasses(self.dataset, in_workers=loader.num_workers > 0) if is_watched else None
 
     def _warn_of_drawn_orders(self) -> None:
@@ -249,18 +251,24 @@ class IterableOrder(StreamReader):
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))
             self._watch.is_within = progress.consumed > 0
+        if self._copies is not None and (progress.epoch or progress.consumed):
+            self._copies.expect(progress.details.get("copies", {}))
 
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """As of other readers, and what was set on the dataset between passes."""
         details = super().details_at(epoch, step)
         found = {} if self._watch is None else self._watch.found(within=step > 0)
-        return {**details, "set": found} if found else details
+        details |= {"set": found} if found else {}
+        copies = {} if self._copies is None else self._copies.state()
+        return {**details, "copies": copies} if copies else details
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
-        if self.num_workers and self.settings.stays is False:
-            # Workers read copies of the dataset as it is now.
-            self.settings.warn_of_others(epoch)
+        if self._shares_workers or not self.settings.stays:
+            # Workers read copies of the dataset as it is now, or was when they were started.
+            self.settings.warn_of_others(epoch, lives_on=self._shares_workers)
+        if self._copies is not None:
+            self._copies.note_begin(is_started=self.worker_iterator is not None)
         if self._watch is not None:
             self._watch.note_begin()
         state = self.state_at(epoch, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from contextlib import suppress
 from typing import Any
@@ -50,9 +51,27 @@ def own_state(dataset: Any, iterator: Any, name: str) -> NodeState:
             for part, holder in holders.items()
         }
     except Exception as error:
+        if asked := [argument for holder in holders.values() for argument in _needed_by_state_dict(holder)]:
+            raise StateError(
+                f"state_dict() of {name} takes arguments ({', '.join(asked)}), "
+                "which only the loader of its own package knows: no state of it can be taken here. "
+                "Either train on an iterable that is no DataLoader and holds "
+                "that loader, with __iter__, state_dict and load_state_dict that call the loader's "
+                "(docs/compatibility.md); or give it, in a subclass, a state_dict() without arguments."
+            ) from error
         raise StateError(
             f"state_dict() of {name} gave nothing that can be kept in a checkpoint: {type(error).__name__}: {error}"
         ) from error
+
+
+def _needed_by_state_dict(holder: Any) -> list[str]:
+    """The names of arguments without which an object's ``state_dict`` cannot be called."""
+    try:
+        arguments = inspect.signature(holder.state_dict).parameters.values() if has_state(holder) else ()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in arguments if one.default is one.empty and one.kind not in kinds]
 
 
 def iterator_at(dataset: Any, state: NodeState) -> Any:

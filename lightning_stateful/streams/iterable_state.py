@@ -39,6 +39,7 @@ _SHAPE = {
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
     "alike?": [str],
+    "copies?": {str: str},
 }
 
 

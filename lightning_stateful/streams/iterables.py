@@ -112,9 +112,9 @@ class IterableConfig:
             self.told[0].tell(self._holders(), epoch)
         self.warn_of_others(epoch)
 
-    def warn_of_others(self, epoch: int) -> None:
-        """Warn where somebody else has told the dataset of this process another epoch."""
-        self.told[0].warn(self._holders(), epoch)
+    def warn_of_others(self, epoch: int, *, lives_on: bool = False) -> None:
+        """Warn where somebody else has told the dataset of this process another epoch, and what lives on in workers."""
+        self.told[0].warn(self._holders(), epoch, lives_on=lives_on)
 
     def _holders(self) -> list[Any]:
         """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""

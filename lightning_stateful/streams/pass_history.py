@@ -168,10 +168,10 @@ class SetBetweenPasses:
         if self._in_workers or self._num_read != _LOOKS_AT:
             return
         now = self._held()
-        others = [value for dataset in list(_EVALUATED.values()) for _, value in _attributes(dataset)]
+        others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
         ids = {id(value) for value in others if type(value) not in PLAIN}
         changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
-        shared = {name for name, value in _attributes(self._dataset) if id(value) in ids}
+        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids}
         if names := sorted(shared & changed):
             _warn(
                 f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
@@ -200,7 +200,7 @@ class SetBetweenPasses:
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now, which another process may compare."""
         found: dict[str, str] = {}
-        for name, value in _attributes(self._dataset) if names else ():
+        for name, value in attributes_in(self._dataset) if names else ():
             if name in names:
                 found[name] = digest(value, found.get(name, ""))
         return {name: found.get(name, "") for name in sorted(names)}
@@ -222,12 +222,12 @@ class SetBetweenPasses:
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
         held: dict[str, str] = {}
-        for name, value in _attributes(self._dataset):
+        for name, value in attributes_in(self._dataset):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return held
 
 
-def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for those told the epoch."""
     for part in parts_of(dataset):
         if callable(getattr(part, "set_epoch", None)):

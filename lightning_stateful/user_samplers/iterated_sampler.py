@@ -399,13 +399,26 @@ class ToldEpochs:
         held = enumerate(map(_held_by, holders))
         self._held = [self._held[place] if place in self.others else now for place, now in held]
 
-    def warn(self, holders: Sequence[Any], *epochs: int) -> None:
-        """Warn, once, of objects that somebody else has told another epoch than these."""
+    def warn(self, holders: Sequence[Any], *epochs: int, lives_on: bool = False) -> None:
+        """Warn, once, of objects that somebody else has told another epoch than these.
+
+        Args:
+            holders: The objects.
+            *epochs: The epochs.
+            lives_on: Whether what is read are copies in workers that live on from epoch to epoch.
+        """
         if not self._has_warned and (others := self.others | self._told_another(holders, epochs)):
             self._has_warned = True
+            then = (
+                "in this process. Its persistent workers never hear of that: a copy that they had by then is told the "
+                "epochs 0, 1 and so on, which torch alone would not, and one that they get later stays as it was told. "
+                "So the resume is not exact. Pass persistent_workers=False, or tell it the trainer's epoch alone."
+                if lives_on
+                else "which stays as it was told. A resume from here on is exact only if it is told the same again "
+                "before its first batch."
+            )
             warnings.warn(
-                f"Something else has called set_epoch of {type(holders[min(others)]).__qualname__}, which stays as it "
-                "was told. A resume from here on is exact only if it is told the same again before its first batch.",
+                f"Something else has called set_epoch of {type(holders[min(others)]).__qualname__}, {then}",
                 StatefulWarning,
                 stacklevel=3,
             )

@@ -119,6 +119,31 @@ def test_a_state_that_is_no_plain_data_is_refused() -> None:
         next(slot_of(Odd()))
 
 
+def test_a_state_dict_that_takes_arguments_is_refused_with_what_to_do() -> None:
+    class OfItsOwnLoader(GoesOnWithState):
+        """As LitData's and MosaicML's."""
+
+        def state_dict(self, num_samples_yielded: int, num_workers: int = 0) -> dict[str, Any]:  # type: ignore[override]
+            return {"at": num_samples_yielded}
+
+    with pytest.raises(StateError) as caught:
+        next(slot_of(OfItsOwnLoader()))
+    said = str(caught.value)
+    assert "OfItsOwnLoader (rank 0, worker 0) takes arguments (num_samples_yielded)" in said
+    assert "which only the loader of its own package knows" in said
+    assert "give it, in a subclass, a state_dict() without arguments" in said
+    assert "train on an iterable that is no DataLoader and holds that loader" in said
+
+
+def test_a_state_dict_that_raises_a_type_error_of_its_own_is_refused_as_any() -> None:
+    class Raises(GoesOnWithState):
+        def state_dict(self, prefix: str = "") -> dict[str, Any]:
+            raise TypeError("its own")
+
+    with pytest.raises(StateError, match="gave nothing that can be kept in a checkpoint: TypeError: its own"):
+        next(slot_of(Raises()))
+
+
 def test_an_endless_source_without_state_is_read_again_from_its_first_pass_where_it_goes_on() -> None:
     class Held(GoesOn):
         """Cannot be copied to find out."""

@@ -14,12 +14,12 @@ import torchdata.nodes as nodes
 from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import Numbers, batches
-from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, train, train_alone
+from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.stream_runs import chunks
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, UnsupportedLoaderError
 
 MOMENTS = [
     ("on_train_batch_start", 1, 3),
@@ -369,3 +369,66 @@ def test_what_an_iterable_dataset_counts_outside_of_itself_is_said_on_a_resume()
     fresh.load_state_dict(loader.state_dict())
     with pytest.warns(StatefulWarning, match=r"CountsOutside .*changes .*PASSES in a pass.*resume is not exact"):
         list(fresh)
+
+
+class OfAPackage(IterableDataset[Any]):
+    """Its state takes what only its own loader knows, as LitData's and MosaicML's."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for number in range(first, 12):
+            yield {"id": torch.tensor(number), "x": torch.full((4,), number / 100)}
+
+    def state_dict(self, num_samples_yielded: int, num_workers: int, batch_size: int) -> dict[str, int]:
+        return {"at": num_samples_yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
+class LoaderOfAPackage(DataLoader[Any]):
+    """Counts what it has given."""
+
+    given = first = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.given, self.first = self.first, 0
+        for batch in super().__iter__():
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        of_dataset = self.dataset.state_dict(2 * self.given, self.num_workers, 2)  # type: ignore[attr-defined]
+        return {"dataset": of_dataset, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["given"]
+        self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+
+
+class HoldsLoader:
+    """As docs/compatibility.md has it."""
+
+    def __init__(self) -> None:
+        self.loader = LoaderOfAPackage(OfAPackage(), batch_size=2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def test_an_iterable_that_holds_a_packages_own_loader_goes_on_by_its_state(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"takes arguments \(num_samples_yielded, num_workers, batch_size\)"):
+        train_alone(lambda: DataLoader(OfAPackage(), batch_size=2))
+    whole, path = train_alone(HoldsLoader), tmp_path / "within.ckpt"
+    stopped(path, HoldsLoader, epoch=1, batch=2, run=train_alone)
+    resumed = train_alone(HoldsLoader, ckpt_path=path)
+    assert batches(resumed.ledger, 1) == batches(whole.ledger, 1)[3:]
+    assert batches(resumed.ledger, 2) == batches(whole.ledger, 2)
