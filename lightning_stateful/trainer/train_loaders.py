@@ -44,7 +44,7 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.odd_datasets import warn_of_shared_datasets, warn_of_shared_samplers
+from lightning_stateful.trainer.odd_datasets import refuse_own_length, warn_of_shared_datasets, warn_of_shared_samplers
 from lightning_stateful.trainer.run_seeds import naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
@@ -160,6 +160,7 @@ class TrainLoaders:
         self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
         self.structure: Any = structure.rebuilt(self._proxies)
+        refuse_own_length(trainer, self.combined)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
         dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
