@@ -1,12 +1,14 @@
-"""Warns of datasets that hold a Trainer, and of datasets and samplers that loaders share."""
+"""Warns of datasets that hold a Trainer or that loaders share, of shared samplers, and refuses own lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
@@ -134,3 +136,28 @@ def _may_read_trainer(value: Any) -> bool:
     if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningDataModule):
         return True
     return isinstance(value.__func__, FunctionType) and "trainer" in names_in(value.__func__.__code__)
+
+
+def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:
+    """Refuse a loader that says its length where its sampler does not, by which Lightning alone would end an epoch.
+
+    Raises:
+        ConfigurationError: There is one, and no number of batches limits an epoch.
+    """
+    limit: Any = trainer.limit_train_batches
+    for loader in combined.loaders.values():
+        original = getattr(loader, "_original", None)
+        if original is None or loader.is_sized or isinstance(limit, int):
+            continue
+        # One that iterates in its own way may end by itself.
+        kind: Any = type(original)
+        is_own = kind.__len__ is not DataLoader.__len__ and kind.__iter__ is DataLoader.__iter__
+        if isinstance(loader.order, WrappedSampler) and is_own:
+            with suppress(TypeError, NotImplementedError):
+                length = len(original)
+                raise ConfigurationError(
+                    f"{type(original).__qualname__} says in its own __len__ that an epoch has {length} batches, and "
+                    f"its {loader.order.name} has no len(). Lightning alone would end each epoch there; here it would "
+                    f"go on to the sampler's end. Pass Trainer(limit_train_batches={length}), or give "
+                    f"{loader.order.name} a __len__."
+                )

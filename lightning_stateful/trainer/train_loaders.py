@@ -33,6 +33,7 @@ from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_i
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import accepted_names, warning_of_unknown
+from lightning_stateful.trainer import odd_datasets
 from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
@@ -43,11 +44,6 @@ from lightning_stateful.trainer.loader_proxy import (
     is_iterated_by_loop,
     refuse_no_loaders,
     request_training_loaders,
-)
-from lightning_stateful.trainer.odd_datasets import (
-    warn_of_changed_arguments,
-    warn_of_shared_datasets,
-    warn_of_shared_samplers,
 )
 from lightning_stateful.trainer.run_seeds import naming_remedies, rank_of_model, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
@@ -164,13 +160,14 @@ class TrainLoaders:
         self._compare: Callable[[], None] | None = None
         self._proxies = {path: self._proxy(path, original) for path, original in structure.loaders.items()}
         self.structure: Any = structure.rebuilt(self._proxies)
+        odd_datasets.refuse_own_length(trainer, self.combined)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
         dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
         say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
-        warn_of_shared_datasets(self.combined)
-        warn_of_shared_samplers(self.combined, is_dealt_out=deals_out(trainer))
+        odd_datasets.warn_of_shared_datasets(self.combined)
+        odd_datasets.warn_of_shared_samplers(self.combined, is_dealt_out=deals_out(trainer))
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)
@@ -430,7 +427,7 @@ class TrainLoaders:
             compare()
         if self._notes_content:
             self.content.note_begin(path)
-        warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
+        odd_datasets.warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         epoch, step = self._next_step()
         self._first_steps[path] = step
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known.

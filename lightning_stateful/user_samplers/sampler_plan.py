@@ -229,6 +229,15 @@ class SamplerEpochPlan:
         if before is not None and not is_cut:
             # Of one that has gone on to the next epoch by now, it is the length of that: more is not missed.
             known = max(before, order.num_items or 0)
+            consumed, num_steps = self._begun.consumed, self.rule.num_steps
+            if order.is_trained_on and num_steps(known - consumed) > num_steps(max(before - consumed, 0)):
+                # Lightning and the loader's workers count on what they were told before.
+                warn(
+                    f"{order.name} said that epoch {self.epoch} has {before} {order.unit}, and says {known} now that "
+                    f"it has begun. The epoch ends after {before}, so that others never come if there are more. "
+                    "Let len() say before an epoch how long it will be: make its plan in set_epoch or in "
+                    "len(), and not in __iter__, or serve all with DDPSamplerWrapper(sampler, length='unknown')."
+                )
         self._fixed = (known,)
         return known
 

@@ -445,7 +445,6 @@ class WrappedSampler:
             self._tell(0 if self.repeats_first_epoch else epoch)
 
     def _tell(self, epoch: int) -> None:
-        # As when it is iterated.
         with OwnRandomness(derive_seed("sampler", self.seed, epoch, 0)):
             self.memory.tell_epoch(self.sampler, self.dataset, epoch)
 

@@ -13,9 +13,12 @@ from harm.basics import LENGTH, LENGTHS, loader
 from harm.laws import resumed
 from harm.runs import train
 from harm.table import Entry
+from support.ledger import LedgerModel, Numbers
+from support.runs import quiet_trainer
 from torch.utils.data import Sampler
 
-from lightning_stateful import patch_dataloader
+from lightning_stateful import StatefulDataCallback, patch_dataloader
+from lightning_stateful.errors import StatefulWarning
 
 
 def cut(order: Any, budget: int = 20) -> list[list[int]]:
@@ -162,3 +165,40 @@ def test_to_ask_for_the_length_draws_nothing_from_the_generators_of_the_process(
     before = np.random.get_state()[1].tolist()
     assert len(ours)
     assert np.random.get_state()[1].tolist() == before
+
+
+class SaysLatest(Sampler[list[int]]):
+    """Makes a plan at the start of each pass but the first, with smaller batches; len() is the latest's."""
+
+    size = 4
+
+    def __init__(self) -> None:
+        self.plan = [list(range(LENGTH))[at : at + 4] for at in range(0, LENGTH, 4)]
+        self.is_first = True
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self.is_first:
+            self.size -= 1
+            self.plan = [batch.tolist() for batch in torch.randperm(LENGTH).split(self.size)]
+        self.is_first = False
+        return iter(self.plan)
+
+
+def test_an_epoch_that_is_cut_because_len_was_that_of_the_epoch_before_is_warned_of() -> None:
+    trainer = quiet_trainer(StatefulDataCallback(seed=7), max_epochs=3)
+    with pytest.warns(StatefulWarning, match="said that epoch") as said:
+        trainer.fit(LedgerModel(), loader(0, dataset=Numbers(LENGTH), batch_sampler=SaysLatest()))
+    assert trainer.global_step == 6 + 6 + 8
+    first, second = [str(warning.message) for warning in said if "said that epoch" in str(warning.message)]
+    assert first.startswith("SaysLatest said that epoch 1 has 6 batches, and says 8 now that it has begun.")
+    assert second.startswith("SaysLatest said that epoch 2 has 8 batches, and says 12 now that it has begun.")
+
+
+def test_so_it_is_in_a_loop() -> None:
+    ours = patch_dataloader(loader(0, batch_sampler=SaysLatest()), seed=7)
+    assert len(list(ours)) == 6
+    with pytest.warns(StatefulWarning, match="said that epoch 1 has 6 batches, and says 8 now"):
+        assert len(list(ours)) == 6

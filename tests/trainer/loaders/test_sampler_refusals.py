@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers
-from support.ledger import LedgerModel, batches, ids_of, trained
-from support.runs import stopped, train
+from support.ledger import LedgerModel, Numbers, batches, ids_of, trained
+from support.runs import quiet_trainer, stopped, train
 from support.sampler_cases import PlainData, cuts_loader, train_with
 from support.samplers import BATCHES, LENGTH, LOADERS, loader
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, is_patched, patch_dataloader
 from lightning_stateful.errors import (
@@ -225,3 +225,29 @@ def test_a_sampler_by_the_clock_is_evaluated_as_it_is_on_one_rank() -> None:
     trainer: Any = train_with(LOADERS["class balanced"], max_epochs=1).trainer
     trainer.test(model, dataloaders=loader(sampler=samplers.ByTheClock(), batch_size=4), verbose=False)
     assert sorted(index for event in model.ledger for index in ids_of(event)) == list(range(LENGTH))
+
+
+class Endless(Sampler[int]):
+    """Has no end, and no len()."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(8)
+
+
+class EpochOfThree(DataLoader[Any]):
+    """Says itself how long an epoch is."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_an_own_length_of_a_loader_over_an_endless_sampler_is_refused_unless_the_trainer_has_it_too() -> None:
+    def fit(**options: Any) -> Any:
+        trainer = quiet_trainer(StatefulDataCallback(), max_epochs=2, **options)
+        trainer.fit(LedgerModel(), EpochOfThree(Numbers(8), batch_size=2, sampler=Endless()))
+        return trainer
+
+    with pytest.raises(ConfigurationError, match="an epoch has 3 batches, and its Endless has no len"):
+        fit(max_steps=20)
+    assert fit(limit_train_batches=3).global_step == 6
