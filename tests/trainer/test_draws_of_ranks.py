@@ -186,6 +186,19 @@ def test_loaders_that_are_built_anew_draw_as_the_first_ones(ranks: Ranks) -> Non
     assert [over_all(runs, epoch) for epoch in range(3)] == [EVERY] * 3
 
 
+def fitted_twice(folder: Path) -> Any:
+    """Two trainers one after the other, of which nobody seeds the second: the first has seeded by rank."""
+    alike()
+    runs = [train(partial(loader, 0), callbacks=[StatefulDataCallback(seed=7)], **on_ranks()) for _ in range(2)]
+    return [{"ledger": run.ledger} for run in runs]
+
+
+def test_another_trainer_finds_generators_as_alike_as_the_first(ranks: Ranks) -> None:
+    found = ranks.of(fitted_twice)
+    for fit in range(2):
+        assert [over_all([of[fit] for of in found], epoch) for epoch in range(2)] == [EVERY] * 2
+
+
 class ShuffledBatches(Shuffled):
     """The same as an iterable of batches, which is no DataLoader's."""
 
