@@ -83,13 +83,18 @@ class ModelGenerators:
         # Those that the latest validation has drawn from.
         self._validated: set[str] = set()
 
-    def watch(self, trainer: pl.Trainer) -> None:
-        """Note the states from now on before a batch is fetched and a validation begins: ahead of all hooks."""
+    def watch(self, trainer: pl.Trainer, before_validation: Callable[[], None]) -> None:
+        """Note the states from now on before a batch is fetched and a validation begins: ahead of all hooks.
+
+        Args:
+            trainer: The trainer.
+            before_validation: Called before a validation begins.
+        """
         self.end_watching(trainer)
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         epoch_loop._on_before_fetch = partial(self._before_fetch, trainer, epoch_loop._on_before_fetch)
         epoch_loop._on_after_fetch = partial(self._after_fetch, epoch_loop._on_after_fetch)
-        epoch_loop.val_loop.reset = partial(self._before_reset, trainer, epoch_loop.val_loop.reset)
+        epoch_loop.val_loop.reset = partial(self._before_reset, trainer, before_validation, epoch_loop.val_loop.reset)
 
     def end_watching(self, trainer: pl.Trainer) -> None:
         """Undo :meth:`watch`."""
@@ -140,9 +145,12 @@ class ModelGenerators:
         shared = {place: one for of in self._shared for place, one in of.items() if place not in self._drawn_by_both}
         return _plain({place: get_generator_state(one) for place, one in shared.items()})
 
-    def _before_reset(self, trainer: pl.Trainer, original: Callable[[], None]) -> None:
+    def _before_reset(
+        self, trainer: pl.Trainer, before_validation: Callable[[], None], original: Callable[[], None]
+    ) -> None:
         self._before_validation = next_step(trainer), self._states(trainer)
         note_weights(trainer)
+        before_validation()
         original()
 
     def _note_drawn(self, trainer: pl.Trainer) -> None:

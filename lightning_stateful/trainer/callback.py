@@ -49,7 +49,7 @@ from lightning_stateful.trainer.loader_proxy import Request, discard_training_lo
 from lightning_stateful.trainer.logs import log_data
 from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
-from lightning_stateful.trainer.run_seeds import end_seeding, seed_stage
+from lightning_stateful.trainer.run_seeds import end_seeding, seed_stage, seed_validation_data
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
 from lightning_stateful.trainer.validation_data import ValidationData
@@ -436,7 +436,7 @@ class StatefulDataCallback(pl.Callback):
             self._phase = Training()
         self._tokens.begin(trainer, None if self._loaders is None else self._loaders.combined)
         optimizer_steps.watch_steps(trainer)
-        self._results.generators.watch(trainer)
+        self._results.generators.watch(trainer, partial(seed_validation_data, trainer, self._seed, self.settings))
         self._signals.begin(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,8 +14,8 @@ from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
-from lightning_stateful.samplers.rng import keep_randomness, seed_devices, seed_randomness
-from lightning_stateful.user_samplers.rank_exchange import end_comparing
+from lightning_stateful.samplers.rng import KINDS, keep_randomness, seed_devices, seed_kinds, seed_randomness
+from lightning_stateful.user_samplers.rank_exchange import end_comparing, kinds_found_alike
 
 
 def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
@@ -45,7 +45,21 @@ def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoa
     """
     if stage == "epoch start":
         warn_of_draws_before_seeding(trainer)
-    seed_model(seed, rank_of_model(trainer, combined), stage, *next_step(trainer))
+    # Validation data that Lightning reads draw from the same generators, and may be divided by what all ranks draw.
+    is_alike = stage == "validation" and len(kinds_found_alike()) == len(KINDS)
+    seed_model(seed, 0 if is_alike else rank_of_model(trainer, combined), stage, *next_step(trainer))
+
+
+def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:
+    """Seed, before validation data are read, the generators that stood alike on all ranks, where several train.
+
+    Args:
+        trainer: The trainer.
+        seed: The seed.
+        settings: The callback's; nothing is seeded without its ``seed_model``.
+    """
+    if settings.seed_model and (kinds := kinds_found_alike()):
+        seed_kinds(kinds, derive_seed_within(("validation data", seed), *next_step(trainer)))
 
 
 def end_seeding(stage: str, is_seeded: bool) -> None:

@@ -87,6 +87,11 @@ def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
     return _APART[0] | {"held"} if len(set(held or ())) > 1 else _APART[0]
 
 
+def kinds_found_alike() -> frozenset[str]:
+    """The kinds of the process's generators that stood alike on all ranks before this fit; none on a single one."""
+    return frozenset(KINDS) - _APART[0] if _APART else frozenset()
+
+
 def end_comparing(*, were_seeded: bool) -> None:
     """Compare the process's generators anew from now on.
 
@@ -95,7 +100,7 @@ def end_comparing(*, were_seeded: bool) -> None:
     """
     if were_seeded and _APART:
         _NUM_SEEDED[0] += 1
-        seed_kinds(frozenset(KINDS) - _APART[0], derive_seed("behind training", _NUM_SEEDED[0]))
+        seed_kinds(kinds_found_alike(), derive_seed("behind training", _NUM_SEEDED[0]))
     _APART.clear()
 
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 from support.ddp_runs import assert_chains, chain_of, on_ranks, over_all
+from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
-from support.runs import train
+from support.runs import quiet_trainer, train
 from support.stream_cases import rank_and_ranks
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -197,6 +198,40 @@ def test_another_trainer_finds_generators_as_alike_as_the_first(ranks: Ranks) ->
     found = ranks.of(fitted_twice)
     for fit in range(2):
         assert [over_all([of[fit] for of in found], epoch) for epoch in range(2)] == [EVERY] * 2
+
+
+class Validated(LedgerModel):
+    """Notes what it validates on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += batch["id"].tolist()
+
+
+def validated(folder: Path, stand: str) -> list[list[int]]:
+    """What a rank validates on, without the callback and with it: by a dataset that shuffles, and divides itself."""
+    found = []
+    for callbacks in ([], [StatefulDataCallback(seed=7)]):
+        STANDS[stand]()
+        model = Validated()
+        trainer = quiet_trainer(*callbacks, **on_ranks(max_epochs=1))
+        trainer.fit(model, numbered(), loader(0))
+        found.append(model.validated)
+    return found
+
+
+def numbered() -> Any:
+    return DataLoader(Numbers(24), batch_size=3)
+
+
+@pytest.mark.parametrize("stand", ["alike", "apart"])
+def test_validation_data_are_divided_as_in_lightning_alone(ranks: Ranks, stand: str) -> None:
+    found = ranks.of(validated, stand)
+    for way in (0, 1):
+        assert (sorted(number for of in found for number in of[way]) == EVERY) == (stand == "alike")
 
 
 class ShuffledBatches(Shuffled):
