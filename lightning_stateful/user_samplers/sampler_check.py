@@ -80,7 +80,7 @@ def _facts_of(
     tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     fresh = partial(fresh_copy, order, choose, asked)
     with suppress(Exception):
-        facts.says = _ask_for_length(order, tried, facts)
+        facts.says = _ask_for_length(order, tried, facts, fresh)
     if facts.changes_in_len:
         # Nobody asks the sampler itself.
         tried = fresh()
@@ -105,7 +105,8 @@ def _facts_of(
     if not facts.changes_in_len:
         with suppress(Exception):
             # A plan that somebody has asked for before is there until the end of a pass.
-            _ask_for_length(order, fresh(sampler=tried.sampler), facts)
+            again = partial(fresh, sampler=tried.sampler)
+            _ask_for_length(order, again(), facts, again)
     _refuse_wrong_length(order, facts)
     ended = contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
@@ -139,9 +140,13 @@ def _facts_of(
     return facts
 
 
-def _ask_for_length(order: UserSampler, tried: IteratedSampler, facts: SamplerFacts) -> int | None:
-    """The ``len()`` of a copy; facts then say whether that draws, or changes one that can be iterated without it."""
-    unasked = SamplerCopy(tried.sampler, order.dataset).sampler
+def _ask_for_length(
+    order: UserSampler, tried: IteratedSampler, facts: SamplerFacts, unasked: Callable[[], IteratedSampler]
+) -> int | None:
+    """The ``len()`` of a copy; facts then say whether that draws, or changes one that can be iterated without it.
+
+    ``unasked`` makes another such copy.
+    """
     outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
 
     def held() -> Any:
@@ -157,7 +162,7 @@ def _ask_for_length(order: UserSampler, tried: IteratedSampler, facts: SamplerFa
     says = tried.asked(ask, 0, 0)
     if says is not None and digest_of_contents(tried.sampler, order.dataset, epoch=0) != before:
         with suppress(Exception):
-            beginning(order.iterating(unasked), 0)
+            beginning(unasked(), 0)
             facts.changes_in_len = True
     return says
 
