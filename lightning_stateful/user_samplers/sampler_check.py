@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.samplers.attributes import len_only_reads
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.samplers.generator_states import comparable_state, process_states
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -102,7 +103,7 @@ def _facts_of(
         shared = surroundings_of(order.sampler, order.dataset)
     if followed is None:
         return facts
-    if not facts.changes_in_len:
+    if not (facts.changes_in_len or _is_length_seen(order, tried.sampler)):
         with suppress(Exception):
             # A plan that somebody has asked for before is there until the end of a pass.
             again = partial(fresh, sampler=tried.sampler)
@@ -147,6 +148,8 @@ def _ask_for_length(
 
     ``unasked`` makes another such copy.
     """
+    if _is_length_seen(order, tried.sampler):
+        return order.length_of(tried.sampler)
     outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
 
     def held() -> Any:
@@ -165,6 +168,11 @@ def _ask_for_length(
             beginning(unasked(), 0)
             facts.changes_in_len = True
     return says
+
+
+def _is_length_seen(order: UserSampler, sampler: Any) -> bool:
+    """Whether the length is given, or ``len()`` of a copy is seen to change nothing."""
+    return order.length != "len" or len_only_reads(sampler)
 
 
 def _fills_cache(

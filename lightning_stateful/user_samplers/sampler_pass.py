@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 from array import array
@@ -173,7 +174,7 @@ class SamplerPass:
 
     def leave(self) -> None:
         """Let go of the sampler's iterator, as torch has: what is behind its ``finally`` is run by that."""
-        if self._iterated is None or (self.listed is not None and self.end is None):
+        if self._iterated is None or (self.listed is not None and self.end is None) or sys.is_finalizing():
             return
         self.goes_on = False
         if self.end is None:
