@@ -386,10 +386,10 @@ def len_only_reads(value: object) -> bool:
         if step.opname.startswith(("STORE", "DELETE", "IMPORT", "YIELD")):
             return False
         if step.opname == "LOAD_GLOBAL":
-            of_module = function.__globals__.get(name, getattr(builtins, name, None))
-            if name not in _COUNTING or of_module is not getattr(builtins, name):
-                if of_module is not math:
-                    return False
+            named = function.__globals__.get(name, getattr(builtins, name, None))
+            counts = name in _COUNTING and named is getattr(builtins, name)
+            if not counts and named is not math:
+                return False
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in _COUNTING_METHODS:
             is_own = before[0].startswith("LOAD_FAST") and not any(name in vars(of) for of in kind.__mro__)
             if not is_own or name not in held or not _is_counted(held[name]):

@@ -45,6 +45,8 @@ from lightning_stateful.user_samplers.sampler_trial import (
 )
 from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
+# Seconds to the first items that are too much for each save.
+_SLOW_TO_BEGIN = 0.05
 # Items drawn at a time, and more where len() says how many there are.
 _DRAWN, _DRAWN_OF_KNOWN = 2**12, 2**16
 _END = object()
@@ -91,6 +93,7 @@ def _facts_of(
     def note_told() -> None:
         nonlocal before
         facts.told_in, before = time.perf_counter() - started, contents()
+        facts.told = _held_when_told(order, tried)
 
     try:
         items = tried.begin(0, 0, before_iter=note_told)
@@ -149,7 +152,7 @@ def _ask_for_length(
     ``unasked`` makes another such copy.
     """
     if _is_length_seen(order, tried.sampler):
-        return order.length_of(tried.sampler)
+        return tried.asked(order.length_of, 0, 0)
     outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
 
     def held() -> Any:
@@ -247,19 +250,43 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     facts = order.facts
     if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > QUICK:
         return sequence
+    known, held = dict[int, str](), list[str]()
+    contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
+    looked_at = (len(order.memory.passes), contents, sequence)
+    if facts.begins_in > _SLOW_TO_BEGIN:
+        looked_at += (repr(surroundings_of(order.sampler, order.dataset, known)),)
+        if order.memory.looked_at == looked_at:
+            return sequence
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = copy_as_now(order, order.sampler)
-        items = tried.begin(0, 0)
+        items = tried.begin(0, 0, before_iter=lambda: held.append(_held_when_told(order, tried)))
         with tried.entered():
             begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
         # All of the epoch only where there is a sign of a change: it may take a while at each save.
-        contents = digest_of_contents(order.sampler, order.dataset, epoch=0)
-        if begins == sequence.partition("-")[0] and contents == facts.contents:
+        is_as_tried = contents == facts.contents or held == [facts.told]
+        now = sequence if is_as_tried and begins == sequence.partition("-")[0] else ""
+        now = now or first_sequence(order, order.sampler)
+        if now == sequence:
+            order.memory.looked_at = looked_at
             return sequence
-        now = first_sequence(order, order.sampler)
-        is_own = now != sequence and facts.remembers
-        return sequence if is_own and order.memory.follows(order, now, partial(first_sequence, order)) else now
+        is_own = facts.remembers and order.memory.follows(order, now, partial(first_sequence, order))
+        return sequence if is_own else now
     return sequence
+
+
+def _held_when_told(order: UserSampler, tried: IteratedSampler) -> str:
+    """Digest of what a copy holds that was told epoch 0; empty of one that is told none."""
+    is_told = order.has_set_epoch
+    return digest_of_contents(tried.sampler, order.dataset, epoch=0, of_copy=True) if is_told else ""
+
+
+def holds_as_tried(order: UserSampler) -> bool:
+    """Whether a copy of a sampler as it is now, told epoch 0, holds what the copy that was tried held then."""
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+        tried = copy_as_now(order, order.sampler)
+        tried.tell(0)
+        return order.has_set_epoch and _held_when_told(order, tried) == order.facts.told
+    return False
 
 
 def first_sequence(order: UserSampler, sampler: Any) -> str:

@@ -38,6 +38,7 @@ class SamplerFacts:
         apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
+        told: Digest of what the copy held that was told epoch 0; empty if it is told none.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
         fresh: A copy of one that remembers, as it was before anybody has iterated it.
@@ -65,6 +66,7 @@ class SamplerFacts:
     apart_in: int | None = None
     unseen: list[str] = field(default_factory=list)
     contents: str = ""
+    told: str = ""
     leads_back: bool = False
     error: str = ""
     fresh: Any = None

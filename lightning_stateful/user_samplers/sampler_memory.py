@@ -21,7 +21,7 @@ from lightning_stateful.user_samplers.earlier_passes import (
     spelled_out,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
-from lightning_stateful.user_samplers.sampler_check import first_sequence, yields_otherwise
+from lightning_stateful.user_samplers.sampler_check import first_sequence, holds_as_tried, yields_otherwise
 from lightning_stateful.user_samplers.sampler_copy import (
     Path,
     SamplerParts,
@@ -55,6 +55,7 @@ class SamplerMemory:
         is_in_trainer: Whether a Trainer iterates it, which asks for no more than it counts.
         is_told_first: Whether the next epoch is told before the iterator of the latest is dropped, as Lightning does.
         is_listed: Whether Lightning alone would deal a sampler of samples out of a list of all that it yields.
+        looked_at: What decided what the sampler yields when a save has last compared that; empty before.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
@@ -73,6 +74,7 @@ class SamplerMemory:
         self.has_changed = False
         self.first_epoch = 0
         self.is_in_trainer = self.is_told_first = self.is_listed = False
+        self.looked_at: tuple[Any, ...] = ()
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
         # The passes of the latest state that were begun again.
@@ -267,7 +269,8 @@ class SamplerMemory:
     def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
         if order.is_known or not order.facts.remembers:
-            return order.is_known or yields_otherwise(order)
+            is_as_tried = held[1] == self._contents[1] and holds_as_tried(order)
+            return order.is_known or (not is_as_tried and yields_otherwise(order))
         if held[1] != self._contents[1] and yields_otherwise(order):
             return True
         if held[0] == self._contents[0] or order.facts.error:

@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import samplers as theirs
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.user_samplers import sampler_check
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -379,3 +382,46 @@ def test_one_that_takes_long_to_plan_an_epoch_plans_few_before_training(
 
     assert (facts.remembers, facts.hands_epoch_on, facts.apart_in) == (remembers, False, None)
     assert len((tmp_path / "plans").read_text().split()) == most
+
+
+class DrawsWhenTold(theirs.Bag):
+    """Notes outside of itself how often it has planned an epoch, by the epoch that it is told."""
+
+    epoch = 0
+    plans: ClassVar[Any] = SimpleNamespace(begun=[])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.rows)  # type: ignore[attr-defined,no-any-return]
+
+    def __iter__(self) -> Iterator[int]:
+        self.plans.begun.append(self.epoch)
+        return iter(random.Random(self.epoch).sample(self.rows, len(self.rows)))  # type: ignore[attr-defined]
+
+
+def test_saves_try_a_sampler_that_is_slow_to_begin_twice_an_epoch_and_still_notice_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampler_check, "_SLOW_TO_BEGIN", 0.0)
+    sampler = DrawsWhenTold(rows=list(range(100)))
+    loader = patch_dataloader(DataLoader(range(100), sampler=sampler, batch_size=5))  # type: ignore[arg-type]
+    for epoch in range(3):
+        for number, _ in enumerate(loader):
+            if number == 0:
+                sampler.plans.begun.clear()
+                state = loader.state_dict()
+                # The epoch that it is told is no change: its beginning alone is compared.
+                assert sampler.plans.begun == [0], epoch
+            else:
+                assert loader.state_dict().get("changed") == state.get("changed") is None
+        # Once more at the last batch, where it is told the next epoch.
+        assert sampler.plans.begun == [0, 0], epoch
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+        assert "changed" not in loader.state_dict()
+    sampler.rows.reverse()  # type: ignore[attr-defined]
+
+    assert list(loader.state_dict()["changed"]) == ["sequence"]
