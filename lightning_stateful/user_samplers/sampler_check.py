@@ -175,7 +175,7 @@ def _ask_for_length(
 
 def _is_length_seen(order: UserSampler, sampler: Any) -> bool:
     """Whether the length is given, or ``len()`` of a copy is seen to change nothing."""
-    return order.length != "len" or len_only_reads(sampler)
+    return order.is_cut or len_only_reads(sampler)
 
 
 def _fills_cache(
@@ -252,7 +252,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         return sequence
     known, held = dict[int, str](), list[str]()
     contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
-    looked_at = (len(order.memory.passes), contents, sequence)
+    looked_at: tuple[Any, ...] = (len(order.memory.passes), contents, sequence)
     if facts.begins_in > _SLOW_TO_BEGIN:
         looked_at += (repr(surroundings_of(order.sampler, order.dataset, known)),)
         if order.memory.looked_at == looked_at:
