@@ -29,7 +29,6 @@ from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
     kinds_alike,
     lightning_seeds_workers,
-    seeds_workers_by_rank,
     where_generators_stand,
 )
 
@@ -58,7 +57,7 @@ class IterableOrder(StreamReader):
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions) -> None:
         super().__init__(loader, options)
-        self.generators = where_generators_stand(loader)
+        self.generators = where_generators_stand(loader, is_alone=self.topology.num_replicas == 1)
         if lightning_seeds_workers(loader):
             self.generators = {"workers": str(self.topology.rank)}
         gives_batches = isinstance(loader.dataset, IterableBatches)
@@ -130,8 +129,7 @@ class IterableOrder(StreamReader):
             of_ranks: :attr:`generators` of all ranks.
         """
         if not self._knows_draws:
-            by_rank = seeds_workers_by_rank(self.loader)
-            self._set_draws(frozenset() if by_rank else kinds_alike(of_ranks))
+            self._set_draws(kinds_alike(of_ranks))
 
     def draw_as(self, other: IterableOrder) -> None:
         """Let ranks draw as in another reader's, which has been built before anything was drawn."""

@@ -6,15 +6,18 @@ alike in torch, and each file comes once. Where the ranks' generators stand apar
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.samplers.attributes import codes_in
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
 from lightning_stateful.user_samplers.rank_exchange import exchanged
@@ -22,19 +25,65 @@ from lightning_stateful.user_samplers.rank_exchange import exchanged
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
 
 
-def where_generators_stand(loader: DataLoader[Any]) -> dict[str, str]:
+def where_generators_stand(loader: DataLoader[Any], *, is_alone: bool = False) -> dict[str, str]:
     """Digests, by kind, of the states of the CPU generators that a pass over a loader depends on in torch.
 
-    Workers are seeded by torch's own generator, or by the loader's.
+    Workers are seeded by torch's own generator, or by the loader's, and then by the loader's ``worker_init_fn``.
 
     Args:
         loader: The loader.
+        is_alone: There is no other rank to compare them with, so that no worker has to be started to find out.
     """
     states = dict(zip(KINDS, Randomness.now().as_texts(), strict=True))
     if loader.num_workers:
         own = loader.generator
         states = {"torch": states["torch"] if own is None else state_of_generator(own)}
+        if loader.worker_init_fn is not None and not is_alone:
+            states = _states_in_worker(loader, states["torch"]) or states
     return {kind: hex_digest(text.encode(), size=_SIZE) for kind, text in states.items()}
+
+
+def _states_in_worker(loader: DataLoader[Any], seeded_by: str) -> dict[str, str]:
+    """What a worker's generators depend on, by kind, once ``worker_init_fn`` was called; empty where that fails.
+
+    Two workers are started under two seeds, which end before they read anything. A kind that stands alike in both
+    follows from ``worker_init_fn`` alone, others from ``seeded_by`` as well.
+    """
+    found: list[list[str]] = []
+    with TemporaryDirectory() as folder:
+        for seed in range(2):
+            path = Path(folder, str(seed))
+            trial = DataLoader(
+                loader.dataset,
+                num_workers=1,
+                worker_init_fn=_EndsAsBegun(loader.worker_init_fn, path),
+                generator=torch.Generator().manual_seed(seed),
+                multiprocessing_context=loader.multiprocessing_context,
+            )
+            with suppress(Exception):
+                next(iter(trial))
+            if not path.exists():
+                return {}
+            found.append(json.loads(path.read_text()))
+    alike = zip(KINDS, *found, strict=True)
+    return {kind: one if one == other else f"{one} {other} {seeded_by}" for kind, one, other in alike}
+
+
+class _EndsAsBegun:
+    """A ``worker_init_fn`` that calls another one, writes down where generators stand then, and ends the worker.
+
+    Args:
+        function: The other one.
+        path: The file to write.
+    """
+
+    def __init__(self, function: Any, path: Path) -> None:
+        self.function, self.path = function, path
+
+    def __call__(self, worker_id: int) -> None:
+        self.function(worker_id)
+        self.path.write_text(json.dumps(Randomness.now().as_texts()))
+        raise RuntimeError("It reads nothing.")
 
 
 def generators_of_ranks(loader: DataLoader[Any], name: str, timeout: float) -> list[dict[str, str]]:
@@ -48,25 +97,6 @@ def generators_of_ranks(loader: DataLoader[Any], name: str, timeout: float) -> l
         timeout: Seconds to wait for the others.
     """
     return exchanged(f"generators of {name}", where_generators_stand(loader), timeout=timeout) or []
-
-
-def seeds_workers_by_rank(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's workers are seeded by rank before they read, as by Lightning's ``worker_init_fn``.
-
-    Of a function of the user's that is told by whether its code names a rank.
-    """
-    function: Any = loader.worker_init_fn if loader.num_workers else None
-    names: list[str] = []
-    while isinstance(function, partial):
-        names += function.keywords
-        function = function.func
-    function = getattr(function, "__func__", function)
-    if function is not None and not hasattr(function, "__code__"):
-        function = vars(type(function)).get("__call__")
-    for code in codes_in(function.__code__) if hasattr(function, "__code__") else ():
-        names += [*code.co_names, *code.co_varnames, *code.co_freevars]
-        names += [one for one in code.co_consts if isinstance(one, str)]
-    return any("rank" in name.lower() for name in names)
 
 
 def lightning_seeds_workers(loader: Any) -> bool:

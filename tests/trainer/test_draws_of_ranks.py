@@ -81,8 +81,30 @@ def shuffle(numbers: list[int], by: str) -> None:
 STANDS = {"alike": alike, "alike with workers": alike_with_workers, "apart": apart, "partly": partly}
 
 
-def loader(workers: int, by: str = "random") -> Any:
-    return DataLoader(Shuffled(by), batch_size=3, num_workers=workers)
+def fixed(worker_id: int) -> None:
+    """Seeds a worker alike on all ranks, whatever torch has seeded it by."""
+    random.seed(40 + worker_id)
+
+
+def divided(worker_id: int) -> None:
+    """Seeds a worker by what another function finds."""
+    random.seed(torch.initial_seed() % 2**32 + offset())
+
+
+def offset() -> int:
+    return 100 * rank_and_ranks()[0]
+
+
+def named(worker_id: int) -> None:
+    """Knows its rank, and seeds nothing."""
+    assert rank_and_ranks()[1] == 2
+
+
+INITS = {"": None, "fixed": fixed, "divided": divided, "named": partial(named)}
+
+
+def loader(workers: int, by: str = "random", init: str = "") -> Any:
+    return DataLoader(Shuffled(by), batch_size=3, num_workers=workers, worker_init_fn=INITS[init])
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +122,11 @@ class Stand(pl.Callback):
         STANDS[self.stand]()
 
 
-def chain(folder: Path, stand: str, workers: int, by: str = "random", then: str = "") -> Any:
+def chain(folder: Path, stand: str, workers: int, by: str = "random", then: str = "", init: str = "") -> Any:
     """A run without this package, one with it, and some that are resumed in processes that may stand otherwise."""
     torch.manual_seed(1)
     os.environ.pop("PL_SEED_WORKERS", None)
-    make = partial(loader, workers, by)
+    make = partial(loader, workers, by, init)
     without = train(make, callbacks=[Stand(stand)], **on_ranks())
     dist.barrier()
     lines: list[str] = []
@@ -167,6 +189,25 @@ def test_a_resume_draws_as_the_run_did_however_its_own_generators_stand(
 ) -> None:
     runs = assert_chains([of["chain"] for of in ranks.of(chain, stand, workers, "random", then)])
     assert (over_all(runs, 1) == EVERY) == (stand == "alike")
+
+
+@pytest.mark.parametrize(
+    ("stand", "by", "init", "each_once"),
+    [
+        ("apart", "random", "fixed", True),
+        ("alike", "random", "divided", False),
+        pytest.param("apart", "numpy", "fixed", False, marks=pytest.mark.slow),
+        pytest.param("alike", "numpy", "fixed", True, marks=pytest.mark.slow),
+        pytest.param("alike", "random", "named", True, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_draw_as_a_function_of_the_user_has_seeded_them(
+    ranks: Ranks, stand: str, by: str, init: str, each_once: bool
+) -> None:
+    found = ranks.of(chain, stand, 1, by, "", init)
+    runs = assert_chains([of["chain"] for of in found])
+    assert [ids(found, epoch) == EVERY for epoch in range(2)] == [each_once] * 2
+    assert [over_all(runs, epoch) == EVERY for epoch in range(2)] == [each_once] * 2
 
 
 def reloaded(folder: Path) -> Any:
