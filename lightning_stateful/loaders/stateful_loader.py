@@ -368,6 +368,10 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self._reader.keep_indices()
         return self._reader
 
+    def num_said(self, epoch: int) -> int:
+        """Batches of an epoch that the user's loader says it gives; UNKNOWN where it does not."""
+        return self._own_length(self.plan(epoch))
+
     def _own_length(self, plan: EpochPlan) -> int:
         """Batches that the user's loader says it gives of a plan."""
         if self._holder is None and type(self._original).__len__ is DataLoader.__len__:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lightning_stateful.core import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.samplers.attributes import names_in, reached
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts
@@ -139,25 +140,33 @@ def _may_read_trainer(value: Any) -> bool:
 
 
 def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:
-    """Refuse a loader that says its length where its sampler does not, by which Lightning alone would end an epoch.
+    """Refuse a loader whose own length, by which Lightning alone counts an epoch, is not that of what it gives.
 
     Raises:
         ConfigurationError: There is one, and no number of batches limits an epoch.
     """
     limit: Any = trainer.limit_train_batches
     for loader in combined.loaders.values():
-        original = getattr(loader, "_original", None)
-        if original is None or loader.is_sized or isinstance(limit, int):
-            continue
+        # Streams know nothing of lengths here.
+        original = loader._original if isinstance(loader, StatefulLoader) else None
         # One that iterates in its own way may end by itself.
         kind: Any = type(original)
-        is_own = kind.__len__ is not DataLoader.__len__ and kind.__iter__ is DataLoader.__iter__
-        if isinstance(loader.order, WrappedSampler) and is_own:
-            with suppress(TypeError, NotImplementedError):
-                length = len(original)
-                raise ConfigurationError(
-                    f"{type(original).__qualname__} says in its own __len__ that an epoch has {length} batches, and "
-                    f"its {loader.order.name} has no len(). Lightning alone would end each epoch there; here it would "
-                    f"go on to the sampler's end. Pass Trainer(limit_train_batches={length}), or give "
-                    f"{loader.order.name} a __len__."
-                )
+        if original is None or kind.__len__ is DataLoader.__len__ or kind.__iter__ is not DataLoader.__iter__:
+            continue
+        said, given = loader.num_said(0), loader.plan(0).num_steps if loader.is_sized else UNKNOWN
+        if said in (given, UNKNOWN) or (isinstance(limit, int) and limit <= min(said, given)):
+            continue
+        says = f"{kind.__qualname__} says in its own __len__ that an epoch has {said} batches, and "
+        if given == UNKNOWN:
+            says += f"its {getattr(loader.order, 'name', 'sampler')} has no len()"
+        else:
+            says += f"it gives {given}"
+        if said < given:
+            raise ConfigurationError(
+                f"{says}. Lightning alone would end each epoch there; here it would go on to the end. Pass "
+                f"Trainer(limit_train_batches={said}), or leave __len__ to DataLoader and the sampler."
+            )
+        raise ConfigurationError(
+            f"{says}. Schedules and validations that follow from the number of batches would be others than in "
+            "Lightning alone. Leave __len__ to DataLoader, or correct it."
+        )

@@ -251,3 +251,32 @@ def test_an_own_length_of_a_loader_over_an_endless_sampler_is_refused_unless_the
     with pytest.raises(ConfigurationError, match="an epoch has 3 batches, and its Endless has no len"):
         fit(max_steps=20)
     assert fit(limit_train_batches=3).global_step == 6
+
+
+class EpochOfNine(DataLoader[Any]):
+    """Says more batches than it gives."""
+
+    def __len__(self) -> int:
+        return 9
+
+
+class CountsItsBatches(DataLoader[Any]):
+    """Says what DataLoader does, in its own way."""
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]  # it has one
+
+
+def test_an_own_length_that_is_not_what_the_loader_gives_is_refused_unless_the_trainer_ends_epochs_before() -> None:
+    def fit(kind: Any, **options: Any) -> Any:
+        trainer = quiet_trainer(StatefulDataCallback(), max_epochs=2, **options)
+        trainer.fit(LedgerModel(), kind(Numbers(12), batch_size=2, shuffle=True))
+        return trainer
+
+    with pytest.raises(ConfigurationError, match=r"has 3 batches, and it gives 6.*limit_train_batches=3"):
+        fit(EpochOfThree)
+    with pytest.raises(ConfigurationError, match=r"has 9 batches, and it gives 6\. Schedules"):
+        fit(EpochOfNine)
+    assert fit(EpochOfThree, limit_train_batches=3).global_step == 6
+    assert fit(EpochOfNine, limit_train_batches=6).global_step == 12
+    assert fit(CountsItsBatches).global_step == 12
