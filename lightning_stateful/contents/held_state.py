@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, is_users, package_of
+from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, defaults_of_class, package_of
 from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
@@ -73,10 +73,8 @@ class HeldState:
         for name, (value, copied) in self._kept.items():
             if isinstance(copied, dict) and not isinstance(value, (dict, FunctionType)):
                 way = name.partition(".")[2]
-                for kind in reversed(type(value).__mro__):
-                    held = vars(kind).items() if is_users(kind.__module__) else ()
-                    defaults = {key: item for key, item in held if type(item) in _DEFAULTS and key[:2] != "__"}
-                    plain |= {f"{way}.{key}".removeprefix("."): repr(item) for key, item in defaults.items()}
+                defaults = {key: item for key, item in defaults_of_class(value).items() if type(item) in _DEFAULTS}
+                plain |= {f"{way}.{key}".removeprefix("."): repr(item) for key, item in defaults.items()}
         for name, item in self.attributes():
             if isinstance(item, (int, float, bool, str)) and not (isinstance(item, str) and "/" in item):
                 plain[name] = repr(item)

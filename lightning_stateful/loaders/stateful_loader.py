@@ -368,9 +368,11 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self._reader.keep_indices()
         return self._reader
 
-    def num_said(self, epoch: int) -> int:
-        """Batches of an epoch that the user's loader says it gives; UNKNOWN where it does not."""
-        return self._own_length(self.plan(epoch))
+    def said_length(self, epoch: int) -> tuple[str, int] | None:
+        """The user's DataLoader class with its own ``__len__``, and what that says of an epoch; None without one."""
+        kind: Any = type(self._original)
+        is_own = kind.__len__ is not DataLoader.__len__ and kind.__iter__ is DataLoader.__iter__
+        return (kind.__qualname__, self._own_length(self.plan(epoch))) if is_own else None
 
     def _own_length(self, plan: EpochPlan) -> int:
         """Batches that the user's loader says it gives of a plan."""

@@ -53,6 +53,16 @@ def attributes_of(value: object) -> dict[str, Any]:
 _NOTES = ("__pl_saved", "__dict__")
 
 
+def defaults_of_class(value: object) -> dict[str, Any]:
+    """Plain attributes of an object's classes but the built-in ones: what it has until others are set on itself."""
+    held = {name: item for kind in reversed(type(value).__mro__) for name, item in _own_items(kind)}
+    return {name: item for name, item in held.items() if type(item) in PLAIN and name[:2] != "__"}
+
+
+def _own_items(kind: type) -> Iterable[tuple[str, Any]]:
+    return vars(kind).items() if is_users(kind.__module__) else ()
+
+
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """The variables of functions around a function that it uses, but for those that are not set yet."""
     found: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import PositionError, StatefulWarning
-from lightning_stateful.samplers.attributes import PLAIN, attributes_of
+from lightning_stateful.samplers.attributes import PLAIN, attributes_of, defaults_of_class
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
@@ -232,10 +232,8 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     for part in parts_of(dataset):
         if callable(getattr(part, "set_epoch", None)):
             continue
-        # A default in the class is what an instance has until another is set.
-        defaults = {name: value for kind in reversed(type(part).__mro__) for name, value in vars(kind).items()}
-        plain = {name: value for name, value in defaults.items() if type(value) in PLAIN and name[:2] != "__"}
-        yield from ((f"{type(part).__qualname__}.{name}", of) for name, of in {**plain, **attributes_of(part)}.items())
+        held = {**defaults_of_class(part), **attributes_of(part)}
+        yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
 
 
 # By their ids: the iterable datasets of loaders of validation.

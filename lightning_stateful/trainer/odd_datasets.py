@@ -7,7 +7,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader
 
 from lightning_stateful.core import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
@@ -147,16 +146,15 @@ def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:
     """
     limit: Any = trainer.limit_train_batches
     for loader in combined.loaders.values():
-        # Streams know nothing of lengths here.
-        original = loader._original if isinstance(loader, StatefulLoader) else None
-        # One that iterates in its own way may end by itself.
-        kind: Any = type(original)
-        if original is None or kind.__len__ is DataLoader.__len__ or kind.__iter__ is not DataLoader.__iter__:
+        # Streams know nothing of lengths here, and one that iterates in its own way may end by itself.
+        found = loader.said_length(0) if isinstance(loader, StatefulLoader) else None
+        if found is None:
             continue
-        said, given = loader.num_said(0), loader.plan(0).num_steps if loader.is_sized else UNKNOWN
+        name, said = found
+        given = loader.plan(0).num_steps if loader.is_sized else UNKNOWN
         if said in (given, UNKNOWN) or (isinstance(limit, int) and limit <= min(said, given)):
             continue
-        says = f"{kind.__qualname__} says in its own __len__ that an epoch has {said} batches, and "
+        says = f"{name} says in its own __len__ that an epoch has {said} batches, and "
         if given == UNKNOWN:
             says += f"its {getattr(loader.order, 'name', 'sampler')} has no len()"
         else:

@@ -69,7 +69,7 @@ class CopyInStep:
         facts, passes = order.facts, [list(passed) for passed in begun]
         if (len(passes), value) in self._following:
             return True
-        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD:
+        if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD or facts.writes_files:
             return False
         asked = AskedRanks(1) if order.dealing.answers else None
         with suppress(Exception), SharedObjects(order.sampler, order.dataset):

@@ -38,6 +38,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     PATIENCE,
     QUICK,
     SamplerTrial,
+    WrittenFiles,
     beginning,
     begins_anew_when_asked,
     copy_as_now,
@@ -65,8 +66,10 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         ConfigurationError: It yields more or fewer items than its ``len``.
         UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
-    with SharedObjects(order.sampler, order.dataset) as objects:
-        return _facts_of(order, choose, objects)
+    with SharedObjects(order.sampler, order.dataset) as objects, WrittenFiles() as written:
+        facts = _facts_of(order, choose, objects)
+    facts.writes_files = written.are_there
+    return facts
 
 
 def _facts_of(
@@ -233,7 +236,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
     """
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
-    if facts.error or facts.seconds > QUICK:
+    if facts.error or facts.seconds > QUICK or facts.writes_files:
         return False
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
@@ -248,7 +251,8 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     slow.
     """
     facts = order.facts
-    if (facts.remembers and not facts.is_harmless) or facts.error or facts.seconds > QUICK:
+    is_own = facts.remembers and not facts.is_harmless
+    if is_own or facts.error or facts.seconds > QUICK or facts.writes_files:
         return sequence
     known, held = dict[int, str](), list[str]()
     contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)

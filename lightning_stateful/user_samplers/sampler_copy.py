@@ -30,6 +30,7 @@ from lightning_stateful.samplers.attributes import (
     SPREAD,
     VERY_LONG,
     attributes_of,
+    defaults_of_class,
     is_data,
     is_users,
     named_outside,
@@ -164,8 +165,8 @@ def _is_sampler(value: object) -> bool:
 class SamplerCopy:
     """A deep copy of a sampler, by :func:`copy.deepcopy`.
 
-    Shared with the original are datasets, modules, functions, iterators, memory that is mapped or read-only, objects in
-    lists of more than 1,024, and what cannot be copied.
+    Shared with the original are datasets, modules, functions, iterators, arrays that are read-only or above 256 MB,
+    objects in lists of more than 1,024, and what cannot be copied.
 
     Args:
         sampler: The original, which stays as it is.
@@ -210,10 +211,11 @@ class SamplerCopy:
     def _copied_at_once(self, value: Any) -> Any:
         """The copy of a tensor, array, generator or long container; None for what :func:`copy.deepcopy` has to copy."""
         if isinstance(value, torch.Tensor):
-            own = not value.is_shared() and value.nbytes <= _MOST_BYTES  # type: ignore[no-untyped-call]  # torch's
+            # One in shared memory as well: a copy that is tried may shuffle it in place.
+            own = value.nbytes <= _MOST_BYTES
             return value.detach().clone().requires_grad_(value.requires_grad) if own else value
         if isinstance(value, np.ndarray):
-            own = value.flags.writeable and value.nbytes <= _MOST_BYTES and not is_mapped(value)
+            own = value.flags.writeable and value.nbytes <= _MOST_BYTES
             return value.copy() if own and not value.dtype.hasobject else None if own else value
         if isinstance(value, torch.Generator):
             return torch.Generator(value.device).set_state(value.get_state())
@@ -281,7 +283,7 @@ def digest_of_contents(
                 held: Any = array if array.flags.c_contiguous else array.tobytes()
                 hashed.update(f"{array.nbytes} {crc32(held)};".encode())
         elif not isinstance(part, GENERATORS):
-            for name, item in attributes_of(part).items():
+            for name, item in {**defaults_of_class(part), **attributes_of(part)}.items():
                 is_epoch = type(item) is int and item == epoch
                 hashed.update(f"{name}={'epoch' if is_epoch else _shown(item, of_copy)};".encode())
     return hashed.hexdigest()
@@ -364,7 +366,8 @@ def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] 
     for path, value in parts.long.items():
         name = ".".join(map(str, (type(sampler).__name__, *path)))
         found.setdefault(name, []).append(known.get(id(value)) or _items_shown(value))
-    holders = [(part, attributes_of(part)) for part in parts.shared if not isinstance(part, (type, ModuleType))]
+    objects = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
+    holders: list[tuple[Any, Any]] = [(part, {**defaults_of_class(part), **attributes_of(part)}) for part in objects]
     holders += [(part, part._buffers) for part, _ in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
         if package_of(kind) not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):

@@ -36,6 +36,7 @@ class SamplerFacts:
         ends_late: Whether a pass changes the sampler behind the last item that ``len()`` says.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
+        writes_files: Whether it writes files, so that no copy may be iterated while it is.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
         told: Digest of what the copy held that was told epoch 0; empty if it is told none.
@@ -64,6 +65,7 @@ class SamplerFacts:
     ends_late: bool = False
     is_harmless: bool = False
     apart_in: int | None = None
+    writes_files: bool = False
     unseen: list[str] = field(default_factory=list)
     contents: str = ""
     told: str = ""

@@ -268,6 +268,8 @@ class SamplerMemory:
 
     def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
+        if order.facts.writes_files:
+            return False
         if order.is_known or not order.facts.remembers:
             is_as_tried = held[1] == self._contents[1] and holds_as_tried(order)
             return order.is_known or (not is_as_tried and yields_otherwise(order))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import io
+import os
+import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
+from functools import wraps
 from itertools import islice
 from typing import Any, NamedTuple
+
+import torch
 
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -212,6 +220,47 @@ def copy_as_now(order: UserSampler, sampler: Any) -> IteratedSampler:
     with told(order.dealing.settings):
         copied = SamplerCopy(sampler, order.dataset)
     return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+
+
+# Functions that open a file to write it, or may.
+_WRITERS = ((builtins, "open"), (io, "open"), (os, "open"), (torch, "save"), (sqlite3, "connect"))
+
+
+class WrittenFiles:
+    """Notes whether code that this thread runs within the block opens a file to write it.
+
+    Attributes:
+        are_there: Whether it has.
+    """
+
+    are_there = False
+
+    def __enter__(self) -> WrittenFiles:
+        self._thread = threading.get_ident()
+        self._kept = [(home, name, getattr(home, name)) for home, name in _WRITERS]
+        for home, name, function in self._kept:
+            setattr(home, name, self._noting(function))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for home, name, function in self._kept:
+            setattr(home, name, function)
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._thread and _is_written(function, *args[1:2], **kwargs):
+                self.are_there = True
+            return function(*args, **kwargs)
+
+        return noting
+
+
+def _is_written(function: Any, mode: Any = "r", flags: int = 0, **_: object) -> bool:
+    if function.__name__ != "open":
+        return True
+    flags = mode if isinstance(mode, int) else flags
+    return bool(flags & (os.O_WRONLY | os.O_RDWR)) or (isinstance(mode, str) and bool({*"wax+"} & {*mode}))
 
 
 def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:
