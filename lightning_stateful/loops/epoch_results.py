@@ -24,6 +24,7 @@ from lightning_stateful.loops.metric_states import MetricState, MetricStates, pl
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.loops.module_changes import note_buffers
 from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.rank_buffers import RankBuffers, put_back
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -45,8 +46,8 @@ class EpochResults:
 
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
-        random generators of the module and of callbacks, and what EarlyStopping has counted. Other ranks show theirs
-        through the store of the process group.
+        random generators of the module and of callbacks, and what EarlyStopping has counted; and buffers of the module
+        that each rank has for itself. Other ranks show theirs through the store of the process group.
     """
 
     def __init__(self) -> None:
@@ -64,6 +65,9 @@ class EpochResults:
         self._before_validation: Counter[str] | None = None
         self._by_validations: Counter[str] = Counter()
         self.generators = ModelGenerators()
+        self._buffers = RankBuffers()
+        # An earlier fit may have come as far.
+        post(_POSTED, None)
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""
@@ -114,11 +118,17 @@ class EpochResults:
             "groups": self._metrics.groups(trainer),
             "generators": self.generators.state(trainer, progress),
             "waits": waits_of(trainer),
+            "buffers": self._buffers.show(trainer, progress),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
         at = [progress.epoch, progress.batch, trainer.lightning_module._current_fx_name]
-        return {"ranks": _of_all_ranks(trainer, at, own)} if any(own.values()) else {}
+        if not any(own.values()):
+            return {}
+        ranks = _of_all_ranks(trainer, at, own)
+        digests = [None if part is None else part.pop("buffers", "") for part in ranks]
+        buffers = self._buffers.of_ranks(trainer, digests)
+        return {"ranks": ranks, **({"buffers": buffers} if buffers else {})}
 
     def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at = progress.epoch, progress.batch
@@ -165,6 +175,7 @@ class EpochResults:
         parts = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
+        put_back(trainer, state.get("buffers", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size
         if not is_moved:
