@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest
@@ -120,13 +120,15 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
     _warn_of_unknown(trainer, saved)
     if not names:
         return
-    buffers = dict(trainer.lightning_module.named_buffers())
+    buffers = _buffers(trainer)
     kept = {name: from_plain(one) for name, one in (saved[trainer.global_rank] or {}).items() if one is not None}
     fitting = {name for name, one in kept.items() if name in buffers and buffers[name].shape == one.shape}
     with torch.no_grad():
         for name in fitting:
             buffers[name].copy_(kept[name])
-    if any(one is not None and name not in ddp.parameters_to_ignore for of in saved for name, one in (of or {}).items()):
+    if any(
+        one is not None and name not in ddp.parameters_to_ignore for of in saved for name, one in (of or {}).items()
+    ):
         # On all ranks alike: a new DDP gives all of them those of rank 0 before its first forward pass.
         ddp.require_forward_param_sync = False
     if unfitting := sorted(kept.keys() - fitting):
@@ -138,14 +140,30 @@ def _own_buffers(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, torch
     module, ddp = trainer.lightning_module, trainer.strategy.model
     if trainer.world_size == 1 or not isinstance(ddp, DistributedDataParallel):
         return {}
-    buffers = {name: one for name, one in module.named_buffers() if _is_readable(one)}
     # A resume begins an open window again, with a forward pass that DDP broadcasts before.
     begins_again = progress.running and not progress.ended and num_started(trainer) > progress.batch
     is_due = ddp.require_forward_param_sync or (module.automatic_optimization and begins_again)
+    buffers = _buffers(trainer)
     if ddp.broadcast_buffers and is_due:
+        # DDP broadcasts those of averages, too, while a validation has them in the module.
         buffers = {name: one for name, one in buffers.items() if name in ddp.parameters_to_ignore}
-    saved = module.state_dict().keys() if buffers else ()
-    return {name: one for name, one in buffers.items() if name in saved}
+    saved = {prefix + name for prefix, one in _modules(trainer).items() for name in one.state_dict()} if buffers else ()
+    return {name: one for name, one in buffers.items() if name in saved and _is_readable(one)}
+
+
+def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    return {prefix + name: one for prefix, of in _modules(trainer).items() for name, one in of.named_buffers()}
+
+
+def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
+    """The module, and its averages that WeightAveraging callbacks hold, by what stands before names of buffers."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    averages = {
+        f"{type(one).__name__}.": one._average_model.module
+        for one in callbacks
+        if isinstance(one, WeightAveraging) and one._average_model is not None
+    }
+    return {"": trainer.lightning_module, **averages}
 
 
 def _is_readable(buffer: torch.Tensor) -> bool:
