@@ -77,6 +77,8 @@ class EpochResults:
         if self._is_resumed and batch:
             # Else, if logged in turns with others, what it logs would be dropped, as in the first batch of an epoch.
             trainer._logger_connector._first_loop_iter = False
+        if self._is_resumed or batch == 0:
+            self._buffers.note(trainer)
         self._is_resumed = False
         if not self._pending:
             # Of an earlier fit that has failed, too.
@@ -228,6 +230,7 @@ class EpochResults:
         self._add(trainer, at_end=True)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
         self.generators.note_end(trainer)
+        self._buffers.note(trainer)
 
     def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results

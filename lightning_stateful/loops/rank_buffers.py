@@ -9,12 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import WeightAveraging, pl
@@ -43,6 +42,11 @@ class RankBuffers:
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
         self._has_warned = False
+        self._broadcast: _Broadcast | None = None
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Note how DDP broadcasts buffers: when training is over, Lightning has taken it off the module."""
+        self._broadcast = _broadcast_of(trainer) or self._broadcast
 
     def show(self, trainer: pl.Trainer, progress: LoopProgress) -> str:
         """Show other ranks the buffers of this one that DDP does not overwrite before the next batch.
@@ -50,7 +54,8 @@ class RankBuffers:
         Returns:
             A digest of them; empty where there are none.
         """
-        buffers = _own_buffers(trainer, progress)
+        self.note(trainer)
+        buffers = {} if self._broadcast is None else _own_buffers(trainer, progress, self._broadcast)
         self._digests = {name: _digest(one) for name, one in buffers.items()}
         if not buffers:
             return ""
@@ -115,7 +120,7 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
     if saved and (len(saved) != trainer.world_size or not isinstance(ddp, DistributedDataParallel)):
         if names or None in saved:
             written, now = f"{len(saved)} ranks under DDP", f"{trainer.world_size} under {_strategy(trainer)}"
-            _warn_of_lost(_some(names), f"it was written on {written}, and this run has {now}")
+            _warn_of_lost(_some(names), f"it was written on {written}, and this run has {now}", rank_zero=True)
         return
     _warn_of_unknown(trainer, saved)
     if not names:
@@ -135,18 +140,32 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
         _warn_of_lost(_some(unfitting), "the module has none of this name and shape")
 
 
-def _own_buffers(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, torch.Tensor]:
-    """The saved buffers of this rank that DDP does not overwrite with those of rank 0 before the next batch."""
-    module, ddp = trainer.lightning_module, trainer.strategy.model
+class _Broadcast(NamedTuple):
+    """Whether DDP broadcasts buffers before the next forward pass, before others, and which it leaves alone."""
+
+    is_next: bool
+    is_on: bool
+    ignored: frozenset[str]
+
+
+def _broadcast_of(trainer: pl.Trainer) -> _Broadcast | None:
+    """How DDP broadcasts buffers; None of a single rank, and of other strategies."""
+    ddp = trainer.strategy.model
     if trainer.world_size == 1 or not isinstance(ddp, DistributedDataParallel):
-        return {}
+        return None
+    # Under manual optimization Lightning lets it do so before the first batch of all.
+    is_on = bool(ddp.broadcast_buffers and trainer.lightning_module.automatic_optimization)
+    return _Broadcast(is_on and ddp.require_forward_param_sync, is_on, frozenset(ddp.parameters_to_ignore))
+
+
+def _own_buffers(trainer: pl.Trainer, progress: LoopProgress, broadcast: _Broadcast) -> dict[str, torch.Tensor]:
+    """The saved buffers of this rank that DDP does not overwrite with those of rank 0 before the next batch."""
     # A resume begins an open window again, with a forward pass that DDP broadcasts before.
     begins_again = progress.running and not progress.ended and num_started(trainer) > progress.batch
-    is_due = ddp.require_forward_param_sync or (module.automatic_optimization and begins_again)
     buffers = _buffers(trainer)
-    if ddp.broadcast_buffers and is_due:
+    if broadcast.is_next or (broadcast.is_on and begins_again):
         # DDP broadcasts those of averages, too, while a validation has them in the module.
-        buffers = {name: one for name, one in buffers.items() if name in ddp.parameters_to_ignore}
+        buffers = {name: one for name, one in buffers.items() if name in broadcast.ignored}
     saved = {prefix + name for prefix, one in _modules(trainer).items() for name in one.state_dict()} if buffers else ()
     return {name: one for name, one in buffers.items() if name in saved and _is_readable(one)}
 
@@ -167,7 +186,8 @@ def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
 
 
 def _is_readable(buffer: torch.Tensor) -> bool:
-    return buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_quantized or is_lazy(buffer))
+    is_plain = type(buffer) in (torch.Tensor, torch.nn.Parameter) and buffer.layout == torch.strided
+    return is_plain and not (buffer.is_meta or buffer.is_quantized)
 
 
 def _digest(buffer: torch.Tensor) -> str:

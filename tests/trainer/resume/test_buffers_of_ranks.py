@@ -163,7 +163,7 @@ def saved_and_resumed(folder: Path, kind: str) -> dict[str, Any]:
     return {"whole": plain(whole), "untouched": plain(untouched), "texts": texts, "resumed": found}
 
 
-QUICK = ("manual", "automatic")
+QUICK = ("manual", "automatic", "unsynced", "validated")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,18 @@ def test_an_open_window_begins_with_buffers_that_are_broadcast(ranks: Ranks) -> 
         assert found["whole"] == found["untouched"]
         assert {str(state) for *_, state in found["resumed"].values()} == {"None"}
         assert [said for _, said, _ in found["resumed"].values()] == [[]] * len(MOMENTS)
+
+
+def finished(folder: Path) -> Any:
+    """A run that was saved when it was over and goes on for an epoch, and one of as many epochs."""
+    run("manual").trainer.save_checkpoint(folder / "end.ckpt")
+    longer = run("manual", max_epochs=3)
+    return plain(longer), plain(run("manual", ckpt_path=folder / "end.ckpt", max_epochs=3))
+
+
+def test_a_finished_run_goes_on_with_the_buffers_of_each_rank(ranks: Ranks) -> None:
+    for longer, resumed in ranks.of(finished):
+        assert resumed == longer
 
 
 def large(folder: Path) -> Any:
