@@ -44,13 +44,16 @@ Parts = dict[str, dict[str, Any]]
 class EpochResults:
     """Keeps what a training epoch has summed up so far, and what torchmetrics objects in the module hold at any time.
 
+    Args:
+        trainer: The trainer that begins a fit; None before there is one.
+
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
         random generators of the module and of callbacks, and what EarlyStopping has counted; and buffers of the module
         that each rank has for itself. Other ranks show theirs through the store of the process group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: pl.Trainer | None = None) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}, {}))
         self._at_validation = self._at_batch
@@ -66,8 +69,9 @@ class EpochResults:
         self._by_validations: Counter[str] = Counter()
         self.generators = ModelGenerators()
         self._buffers = RankBuffers()
-        # An earlier fit may have come as far.
-        post(_POSTED, None)
+        if trainer is not None and trainer.world_size > 1:
+            # An earlier fit may have come as far.
+            post(_POSTED, None)
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""

@@ -171,6 +171,7 @@ def _own_buffers(trainer: pl.Trainer, progress: LoopProgress, broadcast: _Broadc
 
 
 def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """All buffers by name, those of averages too."""
     return {prefix + name: one for prefix, of in _modules(trainer).items() for name, one in of.named_buffers()}
 
 
@@ -186,6 +187,7 @@ def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
 
 
 def _is_readable(buffer: torch.Tensor) -> bool:
+    """Whether its numbers can be read as they are; others are left alone."""
     is_plain = type(buffer) in (torch.Tensor, torch.nn.Parameter) and buffer.layout == torch.strided
     return is_plain and not (buffer.is_meta or buffer.is_quantized)
 
@@ -199,6 +201,7 @@ def _digest_of_all(digests: dict[str, str]) -> str:
 
 
 def _most_bytes(num_ranks: int) -> int:
+    """Bytes of its buffers that a checkpoint keeps of each rank."""
     return min(_MOST, _MOST_OF_ALL // num_ranks)
 
 

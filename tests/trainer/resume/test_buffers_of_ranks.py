@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from support.ddp_runs import on_ranks
 from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
-from support.runs import Moment, Outcome, SaveAt, numbers_module, seeded, train
+from support.runs import Moment, Outcome, SaveAt, numbers_module, quiet_trainer, seeded, train
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops import epoch_results
@@ -264,7 +264,7 @@ def begun_anew(folder: Path) -> Any:
     dist.barrier()
     before = posted(epoch_results._POSTED)
     dist.barrier()
-    epoch_results.EpochResults()
+    epoch_results.EpochResults(quiet_trainer(**on_ranks()))
     dist.barrier()
     return before, posted(epoch_results._POSTED)
 
