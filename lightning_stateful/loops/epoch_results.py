@@ -24,6 +24,7 @@ from lightning_stateful.loops.metric_states import MetricState, MetricStates, pl
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.loops.module_changes import note_buffers
 from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.rank_buffers import RankBuffers, put_back
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.user_samplers.rank_exchange import post, posted
@@ -43,13 +44,16 @@ Parts = dict[str, dict[str, Any]]
 class EpochResults:
     """Keeps what a training epoch has summed up so far, and what torchmetrics objects in the module hold at any time.
 
+    Args:
+        trainer: The trainer that begins a fit; None before there is one.
+
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
-        random generators of the module and of callbacks, and what EarlyStopping has counted. Other ranks show theirs
-        through the store of the process group.
+        random generators of the module and of callbacks, and what EarlyStopping has counted; and buffers of the module
+        that each rank has for itself. Other ranks show theirs through the store of the process group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: pl.Trainer | None = None) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}, {}))
         self._at_validation = self._at_batch
@@ -64,6 +68,10 @@ class EpochResults:
         self._before_validation: Counter[str] | None = None
         self._by_validations: Counter[str] = Counter()
         self.generators = ModelGenerators()
+        self._buffers = RankBuffers()
+        if trainer is not None and trainer.world_size > 1:
+            # An earlier fit may have come as far.
+            post(_POSTED, None)
 
     def note_batch(self, trainer: pl.Trainer) -> None:
         """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""
@@ -73,6 +81,8 @@ class EpochResults:
         if self._is_resumed and batch:
             # Else, if logged in turns with others, what it logs would be dropped, as in the first batch of an epoch.
             trainer._logger_connector._first_loop_iter = False
+        if self._is_resumed or batch == 0:
+            self._buffers.note(trainer)
         self._is_resumed = False
         if not self._pending:
             # Of an earlier fit that has failed, too.
@@ -114,11 +124,17 @@ class EpochResults:
             "groups": self._metrics.groups(trainer),
             "generators": self.generators.state(trainer, progress),
             "waits": waits_of(trainer),
+            "buffers": self._buffers.show(trainer, progress),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
         at = [progress.epoch, progress.batch, trainer.lightning_module._current_fx_name]
-        return {"ranks": _of_all_ranks(trainer, at, own)} if any(own.values()) else {}
+        if not any(own.values()):
+            return {}
+        ranks = _of_all_ranks(trainer, at, own)
+        digests = [None if part is None else part.pop("buffers", "") for part in ranks]
+        buffers = self._buffers.of_ranks(trainer, digests)
+        return {"ranks": ranks, **({"buffers": buffers} if buffers else {})}
 
     def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at = progress.epoch, progress.batch
@@ -165,6 +181,7 @@ class EpochResults:
         parts = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
+        put_back(trainer, state.get("buffers", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size
         if not is_moved:
@@ -217,6 +234,7 @@ class EpochResults:
         self._add(trainer, at_end=True)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
         self.generators.note_end(trainer)
+        self._buffers.note(trainer)
 
     def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results

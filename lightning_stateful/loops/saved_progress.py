@@ -62,7 +62,7 @@ _PARTS = {
     "trainable": (COUNT, str),
     "epoch_begun": [bool],
     "pruned": [str],
-    "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
+    "results": Either({}, {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
         {},

@@ -166,7 +166,7 @@ class StatefulDataCallback(pl.Callback):
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
                 self._phase = SetUp(begins_at=begins_at)
-            self._trainer, self._loaders, self._results = trainer, None, EpochResults()
+            self._trainer, self._loaders, self._results = trainer, None, EpochResults(trainer)
             self.settings.ledger.close()
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
