@@ -45,7 +45,7 @@ class EpochResults:
 
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
-        random generators of the module and of callbacks, and what EarlyStopping has counted. Other ranks show theirs
+        random generators of the module, callbacks and optimizers, and what EarlyStopping has counted. Other ranks show theirs
         through the store of the process group.
     """
 
