@@ -185,6 +185,7 @@ def note_weights(trainer: pl.Trainer) -> None:
     """Note the sums of all weights as a validation begins, ahead of all hooks."""
     # Kept with the loop.
     vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
+    module_flags.note_validation(trainer)
 
 
 def _sums_of_weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:

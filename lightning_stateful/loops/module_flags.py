@@ -7,7 +7,7 @@ A flag that is never seen as it was at the save, in some batches, is named in a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import call_before_epochs
+from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 
 # Kept with the loop.
 _WATCH = "_module_flags"
@@ -35,7 +35,7 @@ class _Watch:
         saved: What :func:`flags` gave, of the checkpoint that the run is resumed from.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None) -> None:
+    def __init__(self, saved: Sequence[Any] | None) -> None:
         self.saved = saved
         # Whether the hooks on_train_start are over.
         self.has_begun = False
@@ -43,8 +43,10 @@ class _Watch:
         self.awaited: dict[str, bool] = {}
         self.batches = 0
         self.handles: list[Any] = []
+        # Where the latest validation began.
+        self.validated: tuple[int, int] | None = None
         # The flags as the fit ended.
-        self.at_end: dict[str, Any] | None = None
+        self.at_end: list[Any] | None = None
 
     def see(self, now: Mapping[str, bool]) -> None:
         """Wait no longer for flags that are as they were at the save."""
@@ -60,7 +62,7 @@ class _Watch:
         self.handles = []
 
 
-def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
+def watch(trainer: pl.Trainer, saved: Sequence[Any] | None) -> None:
     """Begin to follow the flags of the module; to be called in ``on_train_start``.
 
     Args:
@@ -83,31 +85,42 @@ def end_watching(trainer: pl.Trainer) -> None:
         known.stop()
 
 
-def flags(trainer: pl.Trainer, *, is_within: bool) -> dict[str, Any]:
+def note_validation(trainer: pl.Trainer) -> None:
+    """Note that a validation begins, which puts all of the module in eval mode."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None:
+        known.validated = next_step(trainer)
+
+
+def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
     """The parameters that are not trained, and the submodules in eval mode, as plain data; empty before training.
 
     Args:
         trainer: The trainer.
         is_within: A batch has begun that a resume trains on again: its step may have set flags for a while.
+
+    Returns:
+        Their names, compressed, and ``is_within``.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None:
-        return {}
+        return []
     if known.at_end is not None:
         return known.at_end
     if not known.has_begun:
         # Hooks set flags that will be set again.
-        return dict(known.saved or {})
-    now = {**_flags(trainer), **known.awaited}
-    is_set = "\0".join(sorted(name for name, value in now.items() if not value))
-    return {"set": zlib.compress(is_set.encode()).hex(), "within": is_within}
+        return list(known.saved or ())
+    now = {**_flags(trainer, known), **known.awaited}
+    unset = "\0".join(sorted(name for name, value in now.items() if not value))
+    return [zlib.compress(unset.encode()).hex() if unset else "", is_within]
 
 
-def _flags(trainer: pl.Trainer) -> dict[str, bool]:
+def _flags(trainer: pl.Trainer, known: _Watch) -> dict[str, bool]:
     """The flags of parameters and submodules by name, as ``net.0.weight.requires_grad``."""
     module = trainer.lightning_module
-    # In validation all modules are in eval mode, and Lightning remembers which were not.
-    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
+    # In validation, also one that has failed, all modules are in eval mode, and Lightning remembers which were not.
+    is_validating = trainer.validating or not (trainer.training or known.validated != next_step(trainer))
+    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_validating else {}
     found = {_named(name, _TRAINED): one.requires_grad for name, one in module.named_parameters()}
     return found | {_named(name, _MODE): modes.get(name, one.training) for name, one in module.named_modules()}
 
@@ -124,10 +137,10 @@ def _begin(trainer: pl.Trainer) -> None:
     known.has_begun = True
     if not known.saved:
         return
-    now, is_set = _flags(trainer), _read(known.saved["set"])
-    known.awaited = {name: name not in is_set for name in now}
+    now, unset = _flags(trainer, known), _read(known.saved[0])
+    known.awaited = {name: name not in unset for name in now}
     known.see(now)
-    if known.awaited and known.saved["within"]:
+    if known.awaited and known.saved[1]:
         # The step that begins again may set them until it ends.
         for one in trainer.optimizers:
             if hasattr(one, "register_step_pre_hook"):
@@ -136,14 +149,16 @@ def _begin(trainer: pl.Trainer) -> None:
 
 
 def _read(text: str) -> set[str]:
+    """The names in a state."""
     try:
-        return set(zlib.decompress(bytes.fromhex(text)).decode().split("\0"))
+        return set(zlib.decompress(bytes.fromhex(text)).decode().split("\0")) if text else set()
     except (ValueError, zlib.error) as error:
         raise DamagedStateError(f"The callback's state has no flags of parameters and submodules: {text!r}.") from error
 
 
 def _look(trainer: pl.Trainer, *_: Any) -> None:
-    vars(trainer.fit_loop)[_WATCH].see(_flags(trainer))
+    known: _Watch = vars(trainer.fit_loop)[_WATCH]
+    known.see(_flags(trainer, known))
 
 
 def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
@@ -161,7 +176,7 @@ def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
         # In most runs, at every batch.
         return
     known.batches += not at_end
-    known.see(_flags(trainer))
+    known.see(_flags(trainer, known))
     if not known.awaited or not known.batches:
         return
     if at_end or known.batches >= max(_MOST_BATCHES, trainer.accumulate_grad_batches):

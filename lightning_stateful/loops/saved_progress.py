@@ -61,7 +61,7 @@ _PARTS = {
     "seeds": {str: int},
     "trainable": (COUNT, str),
     "epoch_begun": [bool],
-    "flags": {"set": str, "within": bool},
+    "flags": (str, bool),
     "pruned": [str],
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
