@@ -23,6 +23,7 @@ from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.metric_states import MetricState, MetricStates, plain
 from lightning_stateful.loops.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.loops.module_changes import note_buffers
+from lightning_stateful.loops.module_flags import look_again
 from lightning_stateful.loops.other_callbacks import monitors
 from lightning_stateful.loops.rank_buffers import RankBuffers, put_back
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
@@ -49,8 +50,8 @@ class EpochResults:
 
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
-        random generators of the module and of callbacks, and what EarlyStopping has counted; and buffers of the module
-        that each rank has for itself. Other ranks show theirs through the store of the process group.
+        random generators of the module, callbacks and optimizers, and what EarlyStopping has counted; and buffers of
+        the module that each rank has for itself. Other ranks show theirs through the store of the process group.
     """
 
     def __init__(self, trainer: pl.Trainer | None = None) -> None:
@@ -226,6 +227,7 @@ class EpochResults:
     def add(self, trainer: pl.Trainer) -> None:
         """Add what was summed up before the resume, once a value has been logged since; a batch ends."""
         self.generators.note_batch_end()
+        look_again(trainer)
         if self._pending:
             self._add(trainer)
 
@@ -235,6 +237,7 @@ class EpochResults:
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
         self.generators.note_end(trainer)
         self._buffers.note(trainer)
+        look_again(trainer, at_end=True)
 
     def _add(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
         results: Any = trainer.fit_loop.epoch_loop._results

@@ -30,6 +30,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
         StochasticWeightAveraging,
         TQDMProgressBar,
     )
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loops.evaluation_loop import RestartStage
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.trainer.connectors.data_connector import (
@@ -55,6 +56,7 @@ else:
         StochasticWeightAveraging,
         TQDMProgressBar,
     )
+    from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loops.evaluation_loop import RestartStage
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
     from pytorch_lightning.trainer.connectors.data_connector import (
@@ -77,6 +79,7 @@ __all__ = [
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LearningRateFinder",
+    "LightningOptimizer",
     "ModelPruning",
     "RestartStage",
     "StochasticWeightAveraging",

@@ -1,4 +1,4 @@
-"""Random generators that a LightningModule, its submodules or callbacks hold, whose states a checkpoint keeps.
+"""Random generators that a LightningModule, callbacks, optimizers or schedulers hold, whose states a checkpoint keeps.
 
 They are never seeded: a run that nobody stops draws from them what it would draw without this package. A checkpoint
 holds their states, and a resume puts them back.
@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import Dataset
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.lightning import LightningOptimizer, pl
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.module_changes import note_weights
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -30,32 +30,56 @@ _OF_SAMPLES, _OF_ORDER = ("dataset", "collate_fn"), ("sampler", "batch_sampler",
 
 
 def generators_in(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The generators that the module and the callbacks hold, by place, as ``Model.augment.generator``.
+    """The generators that module, callbacks, optimizers and schedulers hold, by place, as ``Model.augment.generator``.
 
     They are looked for as those of a dataset are (:class:`~lightning_stateful.samplers.held_generators.HeldGenerators`)
     and no property or method is called. Of a data module they are its own attributes. Those of the process are left
-    out.
+    out. One that optimizers or schedulers share with the module has its place there.
 
     Returns:
         Those that training data do not hold; those that a sampler holds too; and others that training data hold too.
     """
-    roots: dict[str, Any] = {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for root in (trainer.lightning_module, *callbacks):
-        name = type(root).__qualname__.rpartition(".")[2]
-        if not type(root).__module__.startswith("lightning_stateful."):
-            number = sum(one.partition("#")[0] == name for one in roots)
-            roots[f"{name}#{number + 1}" if number else name] = root
+    users = [one for one in callbacks if not type(one).__module__.startswith("lightning_stateful.")]
+    roots = _named([trainer.lightning_module, *users])
     if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]  # set by a connector
         # What else it holds are datasets and loaders.
-        roots[type(data).__qualname__.rpartition(".")[2]] = {
-            name: value for name, value in vars(data).items() if isinstance(value, GENERATORS)
-        }
-    found = _reachable(roots, (Dataset, pl.LightningDataModule))
+        roots[_name_of(data)] = {name: value for name, value in vars(data).items() if isinstance(value, GENERATORS)}
+    left_out = (Dataset, pl.LightningDataModule)
+    found = _reachable(roots, left_out)
+    for identity, one in _reachable(_named(_stepped(trainer), roots), left_out).items():
+        found.setdefault(identity, one)
     of_order, of_samples = (_of_data(trainer, names) if found else set() for names in (_OF_ORDER, _OF_SAMPLES))
     own = dict(one for identity, one in found.items() if identity not in of_order | of_samples)
     by_epoch = dict(one for identity, one in found.items() if identity in of_order - of_samples)
     return own, by_epoch, dict(one for identity, one in found.items() if identity in of_samples)
+
+
+def _stepped(trainer: pl.Trainer) -> list[Any]:
+    """The optimizers as the user has made them, and the learning rate schedulers; none before there are any."""
+    optimizers: list[Any] = [
+        one.optimizer if isinstance(one, LightningOptimizer) else one for one in trainer.optimizers
+    ]
+    return [*optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+
+
+def _named(objects: Iterable[Any], taken: Collection[str] = ()) -> dict[str, Any]:
+    """Objects by the names of their classes, with a number from the second of a class on.
+
+    Args:
+        objects: The objects.
+        taken: Names of others.
+    """
+    named: dict[str, Any] = {}
+    for one in objects:
+        name = _name_of(one)
+        number = sum(other.partition("#")[0] == name for other in (*taken, *named))
+        named[f"{name}#{number + 1}" if number else name] = one
+    return named
+
+
+def _name_of(value: Any) -> str:
+    return type(value).__qualname__.rpartition(".")[2]
 
 
 def _of_data(trainer: pl.Trainer, names: tuple[str, ...]) -> set[int]:
@@ -118,7 +142,7 @@ class ModelGenerators:
         self._fetched = self._states_of_shared()
 
     def note_batch_end(self) -> None:
-        """Warn where the module or a callback has drawn, since the latest batch was fetched, from what data draw from.
+        """Warn where the model or a callback has drawn, since the latest batch was fetched, from what data draw from.
 
         Warns:
             StatefulWarning: It has, for the first time.
@@ -131,8 +155,8 @@ class ModelGenerators:
         if drawn and not self._drawn_by_both:
             rank_zero_warn(
                 f"{', '.join(sorted(drawn))} is a random generator that training data draw from as well. It is seeded "
-                "for these by (seed, epoch, batch), so what the module or a callback draws from it does not go on "
-                "exactly where a run is resumed within an epoch. Give the module a generator of its own.",
+                "for these by (seed, epoch, batch), so what the module, a callback or an optimizer draws from it does "
+                "not go on exactly where a run is resumed within an epoch. Give it a generator of its own.",
                 category=StatefulWarning,
             )
         self._drawn_by_both |= drawn
@@ -212,11 +236,11 @@ def warn_of_lost(places: Collection[str]) -> None:
     """Warn of generators that a resume does not put back."""
     if places:
         warnings.warn(
-            f"Of random generators of the module or of callbacks, {', '.join(sorted(places))} could not be put back to "
-            "where the checkpoint was written: on this rank the checkpoint or this run lacks it, or it is of another "
-            "kind, or training data draw from it as well, or the number of ranks is another, or a validation in an "
-            "open accumulation window has drawn from it. What is drawn from it does not go on exactly. Make it in "
-            "__init__, for the module alone, and save between windows.",
+            "Of random generators of the module, callbacks, optimizers or schedulers, "
+            f"{', '.join(sorted(places))} could not be put back to where the checkpoint was written: on this rank the "
+            "checkpoint or this run lacks it, or it is of another kind, or training data draw from it as well, or the "
+            "number of ranks is another, or a validation in an open accumulation window has drawn from it. What is "
+            "drawn from it does not go on exactly. Make it in __init__, and for it alone; save between windows.",
             category=StatefulWarning,
             stacklevel=2,
         )

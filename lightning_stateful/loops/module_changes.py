@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loops import module_flags
 from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -68,6 +69,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     """
     # A fit that failed was not torn down.
     vars(trainer.fit_loop).pop(_NAMED, None)
+    module_flags.watch(trainer, (saved or {}).get("flags"))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -78,6 +80,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
+    module_flags.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
@@ -148,7 +151,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         ``trainable``: which parameters are trained, and which BatchNorm layers keep statistics, where a BaseFinetuning
         callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
-        a validation, the weights that are others than before it.
+        a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
+        which submodules are in eval mode.
     """
     if trainer is None:
         return {}
@@ -171,6 +175,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
             "from it goes on with these weights. To resume, keep a checkpoint that is written outside of validations.",
             category=StatefulWarning,
         )
+    if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
+        found["flags"] = known
     _warn_of_buffers(trainer, progress, started)
     return found
 
@@ -179,6 +185,7 @@ def note_weights(trainer: pl.Trainer) -> None:
     """Note the sums of all weights as a validation begins, ahead of all hooks."""
     # Kept with the loop.
     vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
+    module_flags.note_validation(trainer)
 
 
 def _sums_of_weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -345,9 +352,14 @@ def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torc
     return now is not was or getattr(now, _COUNT) != version
 
 
+def _is_within(progress: LoopProgress, started: int) -> bool:
+    """Whether a batch has begun that a resume trains on again."""
+    return progress.running and not progress.ended and started > progress.batch
+
+
 def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
     """Warn of buffers, such as BatchNorm's statistics, that hold batches which a resume trains on again."""
-    if not progress.running or progress.ended or started <= progress.batch or trainer.fit_loop._skip_backward:
+    if not _is_within(progress, started) or trainer.fit_loop._skip_backward:
         return
     kept = vars(trainer.fit_loop)
     if not kept.get(_NAMED) and (changed := _changed_buffers(trainer, progress)):

@@ -61,6 +61,7 @@ _PARTS = {
     "seeds": {str: int},
     "trainable": (COUNT, str),
     "epoch_begun": [bool],
+    "flags": (str, bool),
     "pruned": [str],
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),

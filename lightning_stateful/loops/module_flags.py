@@ -1,0 +1,196 @@
+"""Flags of a module that hooks set in training and Lightning's checkpoints do not hold: frozen parameters, eval mode.
+
+A resume sets none of them: hooks may do so as training begins, as an epoch or a batch begins, or in ``training_step``.
+A flag that is never seen as it was at the save, in some batches, is named in a warning.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
+
+# Kept with the loop.
+_WATCH = "_module_flags"
+# Batches of a resumed run in which its own steps may set a flag: as the critic is frozen in every fifth of a GAN, say.
+_MOST_BATCHES = 8
+# Flags that are named.
+_MOST_NAMED = 3
+# Parts of names that say how a module is run.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_TRAINED, _MODE = "requires_grad", "training"
+
+
+class _Watch:
+    """What is known of a module's flags in a fit.
+
+    Args:
+        saved: What :func:`flags` gave, of the checkpoint that the run is resumed from.
+    """
+
+    def __init__(self, saved: Sequence[Any] | None) -> None:
+        self.saved = saved
+        # Whether the hooks on_train_start are over.
+        self.has_begun = False
+        # Flags that were not yet seen as they were at the save, by name, with their values then.
+        self.awaited: dict[str, bool] = {}
+        self.batches = 0
+        self.handles: list[Any] = []
+        # Where the latest validation began.
+        self.validated: tuple[int, int] | None = None
+        # The flags as the fit ended.
+        self.at_end: list[Any] | None = None
+
+    def see(self, now: Mapping[str, bool]) -> None:
+        """Wait no longer for flags that are as they were at the save."""
+        self.awaited = {name: value for name, value in self.awaited.items() if now.get(name, value) != value}
+        if not self.awaited:
+            self.stop()
+
+    def stop(self) -> None:
+        """Wait for none."""
+        self.awaited = {}
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+def watch(trainer: pl.Trainer, saved: Sequence[Any] | None) -> None:
+    """Begin to follow the flags of the module; to be called in ``on_train_start``.
+
+    Args:
+        trainer: The trainer.
+        saved: What :func:`flags` gave, if the run is resumed from a checkpoint that has it.
+    """
+    kept = vars(trainer.fit_loop)
+    if (earlier := kept.get(_WATCH)) is not None:
+        # A fit that failed was not torn down.
+        earlier.stop()
+    kept[_WATCH] = _Watch(saved)
+    call_before_epochs(trainer, partial(_begin, trainer))
+
+
+def end_watching(trainer: pl.Trainer) -> None:
+    """Undo :func:`watch`, but keep the flags: the model may be used before another checkpoint is written."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None and known.at_end is None:
+        known.at_end = flags(trainer, is_within=False)
+        known.stop()
+
+
+def note_validation(trainer: pl.Trainer) -> None:
+    """Note that a validation begins, which puts all of the module in eval mode."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None:
+        known.validated = next_step(trainer)
+
+
+def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
+    """The parameters that are not trained, and the submodules in eval mode, as plain data; empty before training.
+
+    Args:
+        trainer: The trainer.
+        is_within: A batch has begun that a resume trains on again: its step may have set flags for a while.
+
+    Returns:
+        Their names, compressed, and ``is_within``.
+    """
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is None:
+        return []
+    if known.at_end is not None:
+        return known.at_end
+    if not known.has_begun:
+        # Hooks set flags that will be set again.
+        return list(known.saved or ())
+    now = {**_flags(trainer, known), **known.awaited}
+    unset = "\0".join(sorted(name for name, value in now.items() if not value))
+    return [zlib.compress(unset.encode()).hex() if unset else "", is_within]
+
+
+def _flags(trainer: pl.Trainer, known: _Watch) -> dict[str, bool]:
+    """The flags of parameters and submodules by name, as ``net.0.weight.requires_grad``."""
+    module = trainer.lightning_module
+    # In validation, also one that has failed, all modules are in eval mode, and Lightning remembers which were not.
+    is_validating = trainer.validating or not (trainer.training or known.validated != next_step(trainer))
+    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_validating else {}
+    found = {_named(name, _TRAINED): one.requires_grad for name, one in module.named_parameters()}
+    return found | {_named(name, _MODE): modes.get(name, one.training) for name, one in module.named_modules()}
+
+
+def _named(name: str, flag: str) -> str:
+    return ".".join(part for part in (*name.split("."), flag) if part and part not in _WRAPPERS)
+
+
+def _begin(trainer: pl.Trainer) -> None:
+    """Look which flags are others than at the save, once: behind the hooks ``on_train_start``, before an epoch."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is None or known.has_begun:
+        return
+    known.has_begun = True
+    if not known.saved:
+        return
+    now, unset = _flags(trainer, known), _read(known.saved[0])
+    known.awaited = {name: name not in unset for name in now}
+    known.see(now)
+    if known.awaited and known.saved[1]:
+        # The step that begins again may set them until it ends.
+        for one in trainer.optimizers:
+            if hasattr(one, "register_step_pre_hook"):
+                known.handles.append(one.register_step_pre_hook(partial(_look, trainer)))
+                known.handles.append(one.register_step_post_hook(partial(_look, trainer)))
+
+
+def _read(text: str) -> set[str]:
+    """The names in a state."""
+    try:
+        return set(zlib.decompress(bytes.fromhex(text)).decode().split("\0")) if text else set()
+    except (ValueError, zlib.error) as error:
+        raise DamagedStateError(f"The callback's state has no flags of parameters and submodules: {text!r}.") from error
+
+
+def _look(trainer: pl.Trainer, *_: Any) -> None:
+    known: _Watch = vars(trainer.fit_loop)[_WATCH]
+    known.see(_flags(trainer, known))
+
+
+def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
+    """Look as a batch ends which flags are still others than at the save; after some batches, say so.
+
+    Args:
+        trainer: The trainer.
+        at_end: The epoch ends.
+
+    Warns:
+        StatefulWarning: Nothing has set them again.
+    """
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is None or not known.awaited:
+        # In most runs, at every batch.
+        return
+    known.batches += not at_end
+    known.see(_flags(trainer, known))
+    if not known.awaited or not known.batches:
+        return
+    if at_end or known.batches >= max(_MOST_BATCHES, trainer.accumulate_grad_batches):
+        _warn(known.awaited)
+        known.stop()
+
+
+def _warn(awaited: Mapping[str, bool]) -> None:
+    named = [f"{name} was {value}" for name, value in awaited.items()]
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    rank_zero_warn(
+        "Parameters or submodules of the module are not trained as they were when the checkpoint was written: "
+        f"{', '.join(named[:_MOST_NAMED])}{more}. A hook had set this in training, or the module is built otherwise "
+        "now. Checkpoints do not hold it, and nothing has set it since, so the resume is not exact. Set it again in "
+        "on_train_start, or in load_state_dict of the callback that sets it.",
+        category=StatefulWarning,
+    )
