@@ -199,6 +199,53 @@ def test_a_state_of_hugging_faces_is_used_by_one_pass(tmp_path: Path) -> None:
     assert batches(train_alone(make).ledger) == batches(train(make).ledger)
 
 
+class HoldsLoader:
+    """As docs/compatibility.md has it."""
+
+    def __init__(self) -> None:
+        self.loader = LoaderOfAPackage(OfAPackage(), batch_size=2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def test_an_iterable_that_holds_a_packages_own_loader_goes_on_by_its_state(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"takes arguments \(num_samples_yielded, num_workers, batch_size\)"):
+        train_alone(lambda: DataLoader(OfAPackage(), batch_size=2))
+    whole, path = train_alone(HoldsLoader), tmp_path / "within.ckpt"
+    stopped(path, HoldsLoader, epoch=1, batch=2, run=train_alone)
+    resumed = train_alone(HoldsLoader, ckpt_path=path)
+    assert batches(resumed.ledger, 1) == batches(whole.ledger, 1)[3:]
+    assert batches(resumed.ledger, 2) == batches(whole.ledger, 2)
+
+
+class OverNodes(IterableDataset[Any]):
+    """Hands on what a loader of torchdata's gives, and its state."""
+
+    def __init__(self) -> None:
+        self.loader = nodes.Loader(nodes.IterableWrapper(list(range(22))))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def state_dict(self) -> Any:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+
+def test_a_dataset_that_holds_a_loader_of_torchdata_goes_on_from_its_state(tmp_path: Path) -> None:
+    make = lambda: DataLoader(OverNodes(), batch_size=2, collate_fn=batch_of)  # noqa: E731
+    assert_goes_on_from_every_moment(tmp_path, make, MOMENTS, train_alone)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_its_user_has_split_off_is_what_torch_reads(rank: int) -> None:
     make = lambda: DataLoader(split_dataset_by_node(of_hugging_face(), rank=rank, world_size=2), batch_size=2)  # noqa: E731
@@ -406,29 +453,3 @@ class LoaderOfAPackage(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.first = state["given"]
         self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
-
-
-class HoldsLoader:
-    """As docs/compatibility.md has it."""
-
-    def __init__(self) -> None:
-        self.loader = LoaderOfAPackage(OfAPackage(), batch_size=2)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
-def test_an_iterable_that_holds_a_packages_own_loader_goes_on_by_its_state(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"takes arguments \(num_samples_yielded, num_workers, batch_size\)"):
-        train_alone(lambda: DataLoader(OfAPackage(), batch_size=2))
-    whole, path = train_alone(HoldsLoader), tmp_path / "within.ckpt"
-    stopped(path, HoldsLoader, epoch=1, batch=2, run=train_alone)
-    resumed = train_alone(HoldsLoader, ckpt_path=path)
-    assert batches(resumed.ledger, 1) == batches(whole.ledger, 1)[3:]
-    assert batches(resumed.ledger, 2) == batches(whole.ledger, 2)

@@ -38,6 +38,17 @@ class InFile(Sampler[int]):
         yield from map(int, plan)
 
 
+class InFileWhenTold(InFile):
+    """Writes it where it is told the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        plan = np.memmap(self.path, dtype=np.int64, mode="w+", shape=(LENGTH,))
+        plan[:] = np.random.default_rng(epoch).permutation(LENGTH)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from map(int, np.memmap(self.path, dtype=np.int64, mode="r"))
+
+
 class InSharedMemory(Sampler[int]):
     """Shuffles a tensor in shared memory in place."""
 
@@ -79,7 +90,7 @@ def fit(sampler: Any, folder: Path, **how: Any) -> Any:
     return model.ledger
 
 
-@pytest.mark.parametrize("kind", [InFile, InSharedMemory, InMappedFile])
+@pytest.mark.parametrize("kind", [InFile, InFileWhenTold, InSharedMemory, InMappedFile])
 def test_each_sample_comes_in_each_epoch_while_checkpoints_are_saved_and_resumes_are_exact(
     tmp_path: Path, kind: Callable[[Path], Any]
 ) -> None:
