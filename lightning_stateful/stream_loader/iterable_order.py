@@ -20,10 +20,10 @@ from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_nodes.node_shards import draws_orders
-from lightning_stateful.stream_nodes.own_state import beginning_of, has_state
+from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.streams.iterables import IterableConfig
-from lightning_stateful.streams.pass_history import SetBetweenPasses, digest_of_dataset, parts_of
+from lightning_stateful.streams.pass_history import SetBetweenPasses, beginning_of, digest_of_dataset, parts_of
 from lightning_stateful.streams.persistent_copies import PersistentCopies
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,

@@ -7,7 +7,6 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import StateError
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -93,23 +92,6 @@ def iterator_at(dataset: Any, state: NodeState) -> Any:
     if of_iterator is not None and not (iterator is dataset and to_plain(iterator.state_dict()) == of_iterator):
         iterator.load_state_dict(from_plain(of_iterator))
     return iterator
-
-
-def beginning_of(dataset: Any) -> Any:
-    """The state of a dataset that nobody has read yet, as plain data; None if it has none.
-
-    The dataset stays as it was: torchdata's ``Loader``, asked for its state first, ignores one that is loaded then.
-    """
-    if not has_state(dataset):
-        return None
-    held = HeldState(dataset, containers=False)
-    try:
-        return to_plain(dataset.state_dict())
-    except Exception:
-        # Some have a state only once they are iterated.
-        return None
-    finally:
-        held.restore()
 
 
 def has_state(holder: Any) -> bool:

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, defaults_of_class
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.state_codec import to_plain
+from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 
@@ -225,6 +228,23 @@ class SetBetweenPasses:
         for name, value in attributes_in(self._dataset):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return held
+
+
+def beginning_of(dataset: Any) -> Any:
+    """The state of a dataset that nobody has read yet, as plain data; None if it has none.
+
+    The dataset stays as it was: torchdata's ``Loader``, asked for its state first, ignores one that is loaded then.
+    """
+    if not has_state(dataset):
+        return None
+    held = HeldState(dataset, containers=False)
+    try:
+        return to_plain(dataset.state_dict())
+    except Exception:
+        # Some have a state only once they are iterated.
+        return None
+    finally:
+        held.restore()
 
 
 def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
