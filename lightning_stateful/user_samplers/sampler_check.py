@@ -285,11 +285,11 @@ def _held_when_told(order: UserSampler, tried: IteratedSampler) -> str:
 
 
 def holds_as_tried(order: UserSampler) -> bool:
-    """Whether a copy of a sampler as it is now, told epoch 0, holds what the copy that was tried held then."""
+    """Whether a copy of a sampler that is told epochs, as it is now, holds at epoch 0 what the tried copy held then."""
     with suppress(Exception), SharedObjects(order.sampler, order.dataset):
         tried = copy_as_now(order, order.sampler)
         tried.tell(0)
-        return order.has_set_epoch and _held_when_told(order, tried) == order.facts.told
+        return _held_when_told(order, tried) == order.facts.told
     return False
 
 

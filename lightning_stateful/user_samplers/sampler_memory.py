@@ -270,9 +270,11 @@ class SamplerMemory:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
         if order.facts.writes_files:
             return False
-        if order.is_known or not order.facts.remembers:
-            is_as_tried = held[1] == self._contents[1] and holds_as_tried(order)
-            return order.is_known or (not is_as_tried and yields_otherwise(order))
+        if order.is_known:
+            return True
+        if not order.facts.remembers:
+            is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and holds_as_tried(order)
+            return not is_as_tried and yields_otherwise(order)
         if held[1] != self._contents[1] and yields_otherwise(order):
             return True
         if held[0] == self._contents[0] or order.facts.error:

@@ -249,18 +249,21 @@ class WrittenFiles:
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread and _is_written(function, *args[1:2], **kwargs):
+            how = args[1] if len(args) > 1 else kwargs.get("flags", kwargs.get("mode", "r"))
+            if threading.get_ident() == self._thread and _is_written(function, how):
                 self.are_there = True
             return function(*args, **kwargs)
 
         return noting
 
 
-def _is_written(function: Any, mode: Any = "r", flags: int = 0, **_: object) -> bool:
+def _is_written(function: Any, how: Any) -> bool:
+    """Whether a file is opened to write it, by a mode or by flags."""
     if function.__name__ != "open":
         return True
-    flags = mode if isinstance(mode, int) else flags
-    return bool(flags & (os.O_WRONLY | os.O_RDWR)) or (isinstance(mode, str) and bool({*"wax+"} & {*mode}))
+    if isinstance(how, int):
+        return bool(how & (os.O_WRONLY | os.O_RDWR))
+    return isinstance(how, str) and bool({*"wax+"} & {*how})
 
 
 def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:

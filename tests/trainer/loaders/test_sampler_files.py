@@ -113,7 +113,7 @@ def appended(path: Path) -> None:
 
 
 def described(path: Path) -> None:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, mode=0o600))
 
 
 @pytest.mark.parametrize(
