@@ -38,8 +38,9 @@ def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     """The values that a method reads, or that functions read which it calls, as far as their code names them.
 
     These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions and of
-    the user's modules. Left out is what objects of torch, of this package and of Lightning hold, as a Trainer does. An
-    attribute that is only counted up (``self.calls += 1``) is not read. No property or method is called.
+    the user's modules. Functions that it holds (``self.make(self)``) are followed as well. Left out is what objects of
+    torch, of this package and of Lightning hold, as a Trainer does. An attribute that is only counted up
+    (``self.calls += 1``) is not read. No property or method is called.
 
     Args:
         owner: The object, a data module say.
@@ -58,7 +59,7 @@ def values_read_by(owner: Any, method: str) -> dict[str, Any]:
 def values_samples_follow(dataset: Any, collate_fn: Any) -> dict[str, Any]:
     """The values that the code reads which reads and collates samples, found as by :func:`values_read_by`.
 
-    Functions that objects hold are followed, and objects that variables of modules are.
+    Objects that variables of modules hold are looked into as well.
 
     Args:
         dataset: The dataset, or one that holds it, such as a ``Subset``.
@@ -126,8 +127,8 @@ class _Reading:
     """Goes through code and the objects that it names.
 
     Args:
-        of_samples: Whether the code reads samples, and not only builds loaders: functions that objects hold are called
-            as well, and datasets are read.
+        of_samples: Whether the code reads samples, and not only builds loaders: datasets are read, and objects that
+            variables hold are looked into.
     """
 
     def __init__(self, *, of_samples: bool = False) -> None:
@@ -190,8 +191,7 @@ class _Reading:
             part = held[name]
             if package_of(type(part)) not in _LEFT_OUT:
                 self.values[f"{way}{name}"] = part
-            if self._of_samples:
-                self._follow_held(part)
+            self._follow_held(part)
             if isinstance(part, dict) or getattr(part, "__dict__", None):
                 self.look_into(f"{way}{name}.", part, above | {id(value)}, depth + 1)
 

@@ -146,16 +146,15 @@ class DatasetSettings:
             StatefulWarning: A value is not what it was in the run that wrote the checkpoint; or a hook has set one
                 after persistent workers were started.
         """
-        if path not in self._loaders:
-            return
-        loader = self._loaders[path]
+        # A stream is none of the loaders, and yet one that a method has built.
+        loader = self._loaders.get(path)
         for of in (path, BUILD):
             if of in self._values:
                 self._reading[of] = now = self._values[of]()
                 self._warn(of, now)
                 for name in changed_names(self._built[of], now):
                     self._first[of].setdefault(name, now.get(name, ""))
-                if of == BUILD or not (_keeps_workers(loader) and loader._iterator is not None):
+                if of == BUILD or loader is None or not (_keeps_workers(loader) and loader._iterator is not None):
                     self._at_begin[of] = now
                 else:
                     self._warn_of_copies(of, now)

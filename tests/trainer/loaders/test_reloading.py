@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.runs import train
@@ -249,3 +250,34 @@ def test_another_subset_of_an_epoch_is_refused_with_the_remedy_for_it(tmp_path: 
     stopped(tmp_path / "x.ckpt", lambda: Drawn(random.SystemRandom().sample), max_epochs=2, **options)
     with pytest.raises(StateMismatchError, match=r"dataset.indices: .* follow from self\.trainer\.current_epoch"):
         train_alone(Drawn, ckpt_path=tmp_path / "x.ckpt", reload_dataloaders_every_n_epochs=1)
+
+
+class FromRows(IterableDataset[Any]):
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbers(100).__getitem__, range(self.end))
+
+
+class MoreRows(pl.LightningDataModule):
+    """A longer stream at each call, whose first samples are those of the one before."""
+
+    def __init__(self, make: Any = None) -> None:
+        super().__init__()
+        self.calls, self.make = 0, make
+
+    def train_dataloader(self) -> Any:
+        self.calls += 1
+        return DataLoader(FromRows(8 + 4 * self.calls), batch_size=4) if self.make is None else self.make(self)
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again")
+@pytest.mark.parametrize(
+    "make", [None, lambda data: DataLoader(FromRows(8 + 4 * data.calls), batch_size=4)], ids=["method", "function"]
+)
+def test_a_stream_that_depends_on_the_number_of_calls_is_warned_of(tmp_path: Path, make: Any) -> None:
+    options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    stopped(tmp_path / "x.ckpt", lambda: MoreRows(make), run=train_alone, epoch=1, batch=2, **options)
+    with pytest.warns(StatefulWarning, match="calls was 2 and is 1. If samples depend on them, the resume is not ex"):
+        train_alone(lambda: MoreRows(make), ckpt_path=tmp_path / "x.ckpt", **options)
