@@ -19,6 +19,7 @@ from lightning_stateful.streams.rank_draws import ALL_KINDS
 _FEW = range(2**20)
 _OWN = Either(None, {"dataset": object, "iterator": object})
 _OF_PASS = {"state": _OWN, "since": COUNT, "first": Either(None, str), "over": bool, "left_out": COUNT}
+_OF_PASS["generators?"] = str
 _SLOT = {
     **_OF_PASS,
     "batches": COUNT,
@@ -144,7 +145,8 @@ class IterableState:
         fresh = dict(FRESH)
         batches = slot["batches"] if slot["over"] else max(slot["batches"], asked)
         if has_state(self.config.dataset):
-            ended = {name: slot[name] for name in ("state", "since", "first", "over", "left_out")}
+            names = ("state", "since", "first", "over", "left_out", "generators")
+            ended = {name: slot[name] for name in names if name in slot}
             more = {"number": slot["batches"] - slot["since"], "more": batches - slot["batches"]}
             return {**fresh, "ended": {**ended, **more}}
         if self.config.counts_passes:

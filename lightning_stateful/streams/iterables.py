@@ -16,8 +16,11 @@ from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
 from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.streams.pass_history import (
+    LEFT_OUT_OF_STATE,
     NUM_FIRST,
+    OTHER_GENERATORS,
     FirstSamples,
+    KeptGenerators,
     digest_of_dataset,
     digest_of_sample,
     history_of,
@@ -162,12 +165,12 @@ class IterableSlot:
         ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``:
         ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
         batches ago; of one that is its own iterator, as torchdata has it, the latter alone. ``first``, a digest of the
-        batches since, or of the first one. Without a state: ``samples``, digests of some samples; ``passes``, of each
-        pass before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether
-        the end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in
-        it; ``outside``, digests of what passes have changed outside of it, from before the first pass. Before the first
-        batch ``ended``, the same of the pass before, with ``number`` (the batch behind the state) and ``more`` (batches
-        that were asked for and never handed over).
+        batches since, or of the first one; ``generators``, one of random generators that it holds. Without a state:
+        ``samples``, digests of some samples; ``passes``, of each pass before, in the same process, the batches read, as
+        ``-1 - batches`` if read to its end; ``changes``, whether the end of one of them has changed the dataset;
+        ``draws``, whether samples were drawn from a random generator in it; ``outside``, digests of what passes have
+        changed outside of it, from before the first pass. Before the first batch ``ended``, the same of the pass
+        before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed over).
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -271,6 +274,9 @@ class IterableSlot:
 
     def _set_iterator(self, iterator: Any) -> None:
         self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
+        # Of a copy that ends with the pass nothing is drawn later.
+        is_looked_at = self._config.stays and self._config.is_checked and has_state(self._dataset)
+        self._generators = KeptGenerators(parts_of(self._dataset) if is_looked_at else [])
 
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
@@ -397,15 +403,11 @@ class IterableSlot:
             first = self._digest_of(batch, first)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
-            self._say_inexact(f"gives other samples than before from batch {number} of pass {epoch} on")
+            what = f"gives other samples than before from batch {number} of pass {epoch} on"
+            self.said.append(f"{self._name()} {what}: {LEFT_OUT_OF_STATE}")
+        elif self._generators.stand_elsewhere(held.get("generators", "")) and not held.get("more"):
+            self.said.append(f"{self._name()} {OTHER_GENERATORS}")
         return is_same
-
-    def _say_inexact(self, what: str) -> None:
-        self.said.append(
-            f"{self._name()} {what}: the resume is not exact. Its own state_dict and load_state_dict leave something "
-            "out, such as its position in the pass, a buffer, or a generator of random numbers, or a state that was "
-            'loaded stays in force for later passes. Have them see to it; accept=("nondeterministic",) is silent.'
-        )
 
     def _read_batch(self, epoch: int, number: int) -> list[Any]:
         """The samples of a batch; fewer at the end, and then none."""
@@ -439,9 +441,9 @@ class IterableSlot:
         changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
         self._watch_contents(is_first=not held["batches"])
         changes |= self._history.noted()
-        if self._remembers:
+        if has_state(self._dataset) or has_state(self._iterator):
             self._compare_with_loaded(batch)
-            changes |= self._state_after(batch)
+            changes |= {**self._state_after(batch), **self._generators.noted()}
         elif self._config.is_checked and batch:
             changes["samples"] = list(FirstSamples(*held["samples"] or ()).behind(batch, held["item"]))
         self._held = {**held, **changes}
@@ -472,7 +474,8 @@ class IterableSlot:
         """Say if a pass after one that has ended begins where a state was loaded."""
         begins, is_behind = not self._held["batches"], self._held["batches"] == (self._task.state or {}).get("batches")
         if (begins or is_behind) and self._config.is_checked and self._history.is_where_loaded(batch) and begins:
-            self._say_inexact(f"begins pass {self.epoch} where the resume began, and not where it would have begun")
+            what = f"begins pass {self.epoch} where the resume began, and not where it would have begun"
+            self.said.append(f"{self._name()} {what}: {LEFT_OUT_OF_STATE}")
 
     def _own_state(self) -> NodeState:
         return own_state(self._dataset, self._iterator, self._name())
@@ -483,10 +486,6 @@ class IterableSlot:
     def _digest_of(self, batch: list[Any], before: str | None) -> str:
         # Without labels, what is not seeded may be augmented otherwise.
         return digest_of_sample(batch[:NUM_FIRST], before, only_labels=self._config.sample_seed is None)
-
-    @property
-    def _remembers(self) -> bool:
-        return has_state(self._dataset) or has_state(self._iterator)
 
     def _seed(self, epoch: int, number: int) -> None:
         seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)

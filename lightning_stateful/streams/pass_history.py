@@ -17,6 +17,7 @@ from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, defaults_of_class
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rng import GENERATORS, get_generator_state
 from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.outside_values import OutsideValues
@@ -30,6 +31,19 @@ _LOOKS_AT = 2
 _MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
+
+
+# What is said of a dataset with a state of its own.
+LEFT_OUT_OF_STATE = (
+    "the resume is not exact. Its own state_dict and load_state_dict leave something out, such as its position in the "
+    "pass, a buffer, or a generator of random numbers, or a state that was loaded stays in force for later passes. "
+    'Have them see to it; accept=("nondeterministic",) is silent.'
+)
+OTHER_GENERATORS = (
+    "holds a random generator that does not stand where it stood, because its own state_dict and load_state_dict leave "
+    "it out: the resume is not exact in later passes, unless each of them seeds it. Have them see to it; "
+    'accept=("nondeterministic",) is silent.'
+)
 
 
 class PassHistory(list[int]):
@@ -115,6 +129,31 @@ class PassHistory(list[int]):
             drawn = digest_of_generators(*parts_of(dataset), *(() if outside is None else outside.generators()))
             self._drawn = drawn if is_first else self._drawn
             self.draws = bool(drawn and self._drawn and drawn != self._drawn)
+
+
+class KeptGenerators:
+    """The random generators that datasets hold in attributes, and go on drawing from.
+
+    Args:
+        datasets: A dataset, and the datasets in it.
+    """
+
+    def __init__(self, datasets: list[Any]) -> None:
+        self._datasets = datasets
+
+    def digest(self) -> str:
+        """Digest of the states of all of them, the same in every process; empty if there are none."""
+        held = [value for dataset in self._datasets for value in attributes_of(dataset).values()]
+        states = [get_generator_state(value) for value in held if isinstance(value, GENERATORS)]
+        return digest(states) if states else ""
+
+    def noted(self) -> dict[str, str]:
+        """What a state holds of them."""
+        return {"generators": found} if (found := self.digest()) else {}
+
+    def stand_elsewhere(self, noted: str) -> bool:
+        """Whether they stand elsewhere than where a digest was noted."""
+        return "" not in (noted, found := self.digest()) and found != noted
 
 
 class SetBetweenPasses:

@@ -110,6 +110,53 @@ def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int
     assert not silent.said
 
 
+class Shuffled(Numbers):
+    """Shuffles each pass by a generator that goes on, which its state leaves out or has."""
+
+    def __init__(self, *, in_state: bool) -> None:
+        self.generator, self.in_state = np.random.default_rng(2), in_state
+        self.order: list[int] = []
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.at:
+            self.order = self.generator.permutation(8).tolist()
+        while self.at < 8:
+            self.at += 1
+            yield self.order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"at": self.at, "order": self.order}
+        return {**state, "generator": self.generator.bit_generator.state} if self.in_state else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.order = state["at"], list(state["order"])
+        if self.in_state:
+            self.generator.bit_generator.state = state["generator"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_state_without_the_generator_of_later_passes_is_told(number: int) -> None:
+    for in_state in (False, True):
+        slot = slot_of(Shuffled(in_state=in_state))
+        for _ in range(number):
+            next(slot)
+        state = slot.state()
+        resumed = slot_of(Shuffled(in_state=in_state), state)
+        assert next(resumed) == next(slot)
+        # The pass that it draws for one batch is begun again.
+        said = ["holds a random generator that does not stand where" in one for one in resumed.said]
+        assert said == [True] * (not in_state and number > 1)
+        silent = slot_of(Shuffled(in_state=in_state), state, is_checked=False)
+        next(silent)
+        # Of a copy that ends with the pass nothing is drawn later.
+        of_copy = slot_of(Shuffled(in_state=in_state), state, stays=False)
+        next(of_copy)
+        assert not silent.said
+        assert not of_copy.said
+
+
 def test_a_state_that_is_no_plain_data_is_refused() -> None:
     class Odd(GoesOnWithState):
         def state_dict(self) -> dict[str, Any]:
