@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,10 @@ from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.attributes import codes_in, is_users
 
+# Kinds of values in which something may be carried over.
+_CARRIED = (list, dict, set, deque, str, bytes, tuple, torch.Tensor, np.ndarray)
 # Batches that are looked at, changes by which a container is one that is carried over, and how many of these have to
 # be more than additions; and items of a container that are compared.
 _NUM_LOOKS, _LEAST_CHANGES, _LEAST_REPLACED, _MOST_WATCHED = 6, 4, 2, 512
@@ -26,9 +32,9 @@ class CollateWatch:
     """Looks at what a ``collate_fn`` holds before and after each of the first batches that a process collates.
 
     A list, deque, string, tuple or tensor that nearly every one of them changes, and not only adds to, is carried over,
-    as a buffer of tokens is. What is only added to is a cache, or counts. A number, a dict of numbers or an iterator
-    that nearly every one moves on is warned of if the function's code uses it otherwise than to count. Nothing of the
-    function's is called.
+    as a buffer of tokens is, or the batch before in a variable of the module. What is only added to is a cache, or
+    counts. A number, a dict of numbers or an iterator that nearly every one moves on is warned of if the function's
+    code uses it otherwise than to count. Nothing of the function's is called.
 
     Args:
         collate_fn: The function, or an object that is called.
@@ -47,6 +53,7 @@ class CollateWatch:
         # By the way to a container: whether each change of it did more than add.
         self._changes: dict[str, list[bool]] = {}
         self._counts = _CountWatch(collate_fn)
+        self._function = _function_of(collate_fn)
 
     def before(self) -> None:
         """The samples of a batch are read, and will be collated."""
@@ -89,8 +96,11 @@ class CollateWatch:
         return batch
 
     def _contents(self) -> dict[str, bytes]:
-        self._held = HeldState(self._collate_fn)
-        return {name: _content(value) for name, value in self._held.containers().items()}
+        held = HeldState(self._collate_fn)
+        variables = _variables_kept_by(self._function)
+        self._held = held, variables
+        found = {**held.containers(), **{name: one for name, one in variables.items() if isinstance(one, _CARRIED)}}
+        return {name: _content(value) for name, value in found.items()}
 
     def _warn(self, name: str) -> None:
         function = self._collate_fn
@@ -134,6 +144,30 @@ class _CountWatch(ReadWatch):
             # A dict that only gets items is a cache.
             counted = [name for name in found if isinstance(now[name], dict) and name in self._changes]
             self._end_look([name for name in found if self._is_moved(now[name])] + counted)
+
+
+def _function_of(collate_fn: Any) -> FunctionType | None:
+    """The function of the user's that is called; None if it is none."""
+    function = collate_fn
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
+    function = function if isinstance(function, FunctionType) else inspect.getattr_static(function, "__call__", None)
+    return function if isinstance(function, FunctionType) and is_users(function.__module__) else None
+
+
+def _variables_kept_by(function: FunctionType | None) -> dict[str, Any]:
+    """The variables of its module that a function reads, and then sets."""
+    names = _names_kept_by(function.__code__) if function else ()
+    return {name: function.__globals__.get(name) for name in names} if function else {}
+
+
+@lru_cache(maxsize=256)
+def _names_kept_by(code: CodeType) -> tuple[str, ...]:
+    first: dict[str, str] = {}
+    steps = [step for one in codes_in(code) for step in dis.get_instructions(one) if step.opname.endswith("_GLOBAL")]
+    for step in steps:
+        first.setdefault(step.argval, step.opname)
+    return tuple(sorted({one.argval for one in steps if one.opname == "STORE_GLOBAL" != first[one.argval]}))
 
 
 def _content(value: Any) -> bytes:

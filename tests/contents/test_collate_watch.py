@@ -49,6 +49,25 @@ def packs_globally(samples: Any) -> Any:
     return row
 
 
+BEFORE: Any = None
+
+
+def mixes_with_the_batch_before(samples: Any) -> Any:
+    global BEFORE
+    batch = torch.tensor([float(len(sample)) for sample in samples])
+    mixed, BEFORE = batch if BEFORE is None else batch + BEFORE, batch
+    return mixed
+
+
+LATEST: Any = None
+
+
+def notes_the_latest(samples: Any) -> Any:
+    global LATEST
+    LATEST = torch.tensor([len(sample) for sample in samples])
+    return LATEST.clone()
+
+
 def packs_in_closure() -> Any:
     rest = ""
 
@@ -108,8 +127,9 @@ def read(collate: Any, dataset: Any = TEXTS, **options: Any) -> list[str]:
         (partial(Packs(torch.tensor)), "partial carries 'buffer'"),
         (packs_in_closure(), "collate carries 'rest'"),
         (packs_globally, "packs_globally carries 'GLOBAL'"),
+        (mixes_with_the_batch_before, "mixes_with_the_batch_before carries 'BEFORE'"),
     ],
-    ids=["list", "deque of a bound method", "tensor in a partial", "closure", "global"],
+    ids=["list", "deque of a bound method", "tensor in a partial", "closure", "global", "global that is set"],
 )
 def test_a_buffer_is_warned_of_once_by_name(collate: Any, name: str) -> None:
     (warning,) = read(collate)
@@ -229,7 +249,8 @@ def test_a_count_of_batches_alone_is_not() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_counts_caches_or_is_filled_by_reading_is_not(workers: int) -> None:
     data = Caching(TEXTS)
-    for collate, dataset in ((Harmless(), TEXTS), (data.collate, data), (default_collate, [*range(40)])):
+    harmless = (Harmless(), TEXTS), (data.collate, data), (default_collate, [*range(40)]), (notes_the_latest, TEXTS)
+    for collate, dataset in harmless:
         assert read(collate, dataset, num_workers=workers) == []
 
 
