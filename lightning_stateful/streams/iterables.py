@@ -16,7 +16,7 @@ from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
 from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.streams.pass_history import (
-    LEFT_OUT_OF_STATE,
+    INEXACT,
     NUM_FIRST,
     OTHER_GENERATORS,
     FirstSamples,
@@ -26,7 +26,7 @@ from lightning_stateful.streams.pass_history import (
     history_of,
     parts_of,
 )
-from lightning_stateful.streams.rank_draws import seed_reads
+from lightning_stateful.streams.rank_draws import DrawsInThreads, seed_reads
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
@@ -191,6 +191,7 @@ class IterableSlot:
         self._samples: Any = None
         self._iterator: Any = None
         self.said: list[str] = []
+        self._threads = DrawsInThreads()
         self._is_exhausted = False
         # Samples of a last batch that is not full, left out by drop_last.
         self._left_out = 0
@@ -403,8 +404,7 @@ class IterableSlot:
             first = self._digest_of(batch, first)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
-            what = f"gives other samples than before from batch {number} of pass {epoch} on"
-            self.said.append(f"{self._name()} {what}: {LEFT_OUT_OF_STATE}")
+            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
         elif self._generators.stand_elsewhere(held.get("generators", "")) and not held.get("more"):
             self.said.append(f"{self._name()} {OTHER_GENERATORS}")
         return is_same
@@ -437,6 +437,7 @@ class IterableSlot:
         held = self._held
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
         self._history[self._number] = number if batch else -1 - number
+        self.said += self._threads.said(self._name())
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
         self._watch_contents(is_first=not held["batches"])
@@ -474,8 +475,7 @@ class IterableSlot:
         """Say if a pass after one that has ended begins where a state was loaded."""
         begins, is_behind = not self._held["batches"], self._held["batches"] == (self._task.state or {}).get("batches")
         if (begins or is_behind) and self._config.is_checked and self._history.is_where_loaded(batch) and begins:
-            what = f"begins pass {self.epoch} where the resume began, and not where it would have begun"
-            self.said.append(f"{self._name()} {what}: {LEFT_OUT_OF_STATE}")
+            self.said.append(f"{self._name()} begins pass {self.epoch} where the resume began: {INEXACT}")
 
     def _own_state(self) -> NodeState:
         return own_state(self._dataset, self._iterator, self._name())
@@ -489,6 +489,7 @@ class IterableSlot:
 
     def _seed(self, epoch: int, number: int) -> None:
         seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)
+        self._threads.note_seeded(self._config.sample_seed)
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)

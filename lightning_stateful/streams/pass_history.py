@@ -34,7 +34,7 @@ _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 # What is said of a dataset with a state of its own.
-LEFT_OUT_OF_STATE = (
+INEXACT = (
     "the resume is not exact. Its own state_dict and load_state_dict leave something out, such as its position in the "
     "pass, a buffer, or a generator of random numbers, or a state that was loaded stays in force for later passes. "
     'Have them see to it; accept=("nondeterministic",) is silent.'

@@ -1,13 +1,15 @@
 """Whether the ranks of a run draw alike in an iterable dataset, as they would of the generators that a user has left.
 
 A dataset may shuffle by the process's generators and take every n-th file: after ``seed_everything`` all ranks shuffle
-alike in torch, and each file comes once. Where the ranks' generators stand apart, ranks have to draw apart.
+alike in torch, and each file comes once. Where the ranks' generators stand apart, ranks have to draw apart. What it
+draws in threads of its own follows no seed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,11 +20,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.samplers.attributes import is_users
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
 from lightning_stateful.user_samplers.rank_exchange import exchanged
 
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
+# Batches of a pass in which draws of threads are looked for, and modules of Python's whose threads run functions.
+_LOOKS, _POOLS = 8, ("concurrent.futures.thread", "multiprocessing.dummy")
 
 
 def where_generators_stand(loader: DataLoader[Any], *, is_alone: bool = False) -> dict[str, str]:
@@ -117,6 +122,48 @@ def kinds_alike(of_ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
     first = of_ranks[0]
     found = frozenset(kind for kind in first if all(of.get(kind) == first[kind] for of in of_ranks))
     return ALL_KINDS if found and found == first.keys() else found & ALL_KINDS
+
+
+class DrawsInThreads:
+    """Notices draws from the process's generators while threads run that a dataset has started.
+
+    Such threads draw as they happen to run, before or after the generators are seeded for a batch. Looked for are
+    threads that run a function of the user's, or are those of a pool, in the first batches of a pass.
+    """
+
+    def __init__(self) -> None:
+        self._others, self._num_left = set(threading.enumerate()), _LOOKS
+        self._seeded: Any = None
+
+    def note_seeded(self, seed: int | None) -> None:
+        """The generators were seeded for a batch, unless the seed is None."""
+        is_looked_at = seed is not None and self._num_left and self._started()
+        self._seeded = Randomness.now().as_texts() if is_looked_at else None
+
+    def said(self, name: str) -> list[str]:
+        """A text if something was drawn since :meth:`note_seeded` while such a thread runs, once.
+
+        Args:
+            name: The dataset's name.
+        """
+        is_found = self._seeded is not None and self._seeded != Randomness.now().as_texts()
+        self._num_left = 0 if is_found else max(self._num_left - 1, 0)
+        if not is_found:
+            return []
+        return [
+            f"{name} runs threads of its own in this process, while random numbers are drawn from the process's "
+            "generators. If a thread draws them, they are others in every run, and after a resume: draw in the "
+            "function that iterates, or from a generator that the thread makes from a seed and the epoch."
+        ]
+
+    def _started(self) -> bool:
+        return any(map(_is_of_users, set(threading.enumerate()) - self._others))
+
+
+def _is_of_users(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    modules = getattr(target, "__module__", None), type(thread).__module__
+    return any(is_users(one) or one in _POOLS for one in modules if one)
 
 
 def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, number: int) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -155,6 +158,39 @@ def test_a_state_without_the_generator_of_later_passes_is_told(number: int) -> N
         next(of_copy)
         assert not silent.said
         assert not of_copy.said
+
+
+class InThread(Numbers):
+    """Reads ahead in a thread, or in a pool, and draws there or where it is iterated."""
+
+    def __init__(self, *, draws_there: bool, in_pool: bool = False) -> None:
+        self.draws_there, self.in_pool = draws_there, in_pool
+
+    def __iter__(self) -> Iterator[Any]:
+        samples: queue.Queue[Any] = queue.Queue(2)
+
+        def fill() -> None:
+            for number in range(8):
+                samples.put(number + random.random() if self.draws_there else number)
+
+        if self.in_pool:
+            # Not at an end of its own: the pool waits for its function.
+            ThreadPoolExecutor(1).submit(fill)
+        else:
+            threading.Thread(target=fill, daemon=True).start()
+        for _ in range(8):
+            yield samples.get()
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
+    for draws_there in (False, True):
+        slot = slot_of(InThread(draws_there=draws_there, in_pool=in_pool))
+        assert len(list(slot)) == 4
+        assert [("runs threads of its own in this process" in one) for one in slot.said] == [True] * draws_there
+    unseeded = slot_of(InThread(draws_there=True, in_pool=in_pool), sample_seed=None)
+    assert len(list(unseeded)) == 4
+    assert not unseeded.said
 
 
 def test_a_state_that_is_no_plain_data_is_refused() -> None:
