@@ -55,6 +55,7 @@ _REMEDIES = {
     "dataset.content": "The dataset's samples are others, or in another order, than when the checkpoint was written: "
     "sort the files, pass a seed to random_split or shuffle",
     "ranks": "Each rank iterates a sampler or data of its own: resume on the saved ranks, in the same way",
+    "drawn_alike": "Seed the ranks alike (seed_everything), or apart, as when the checkpoint was written",
     "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
     "kind": "Use the order or sampler that the checkpoint was made with",
     "sources": "Pass the saved datasets, under their saved names",
@@ -78,8 +79,7 @@ _REMEDIES = {
     "sequence": "The sampler does not yield its first epoch as it did: build it anew, with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
-    "steps": "Do to the stream's samples what was done before: the same functions in the same order, max_tokens, "
-    "read_ahead and length",
+    "steps": "Do to the stream's samples what was done before: the same functions and settings, in the same order",
     "packing": "Pass a Packing with the saved value",
     "mixing_seed": "Mix the streams with the saved seed",
     "in_turn": "Pass weights, or leave them out, as when the checkpoint was written",

@@ -83,7 +83,7 @@ class StatefulDataModule(pl.LightningDataModule):
         collate_fn: Makes a batch of samples.
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
             loader, epoch, batch).
-        seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
+        seed_model: Make what the model draws (dropout) follow from (seed, epoch, batch); ranks draw alike as in torch.
         tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.

@@ -32,6 +32,7 @@ class CombinedLoaders:
 
     Attributes:
         began_with: Digest of the configurations of the loaders that the run began with, where these are others.
+        alike: Kinds of the process's generators that stood alike on all ranks before training.
         is_build_followed: Whether values that the method reads which builds them are compared with a checkpoint's.
         refused: Differences to a state that was not loaded, because the loaders are built anew at once.
 
@@ -62,6 +63,7 @@ class CombinedLoaders:
         self._resumed_plans: dict[str, EpochPlan] = {}
         self._resumed_step = 0
         self.began_with = ""
+        self.alike: frozenset[str] = frozenset()
         self.is_build_followed = False
         self.refused: Sequence[Difference] = ()
 

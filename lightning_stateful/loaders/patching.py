@@ -42,6 +42,7 @@ from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
+from lightning_stateful.user_samplers.rank_exchange import kinds_drawn_apart
 from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
@@ -121,7 +122,8 @@ def build_patched(
             seed = seed_or_default(seed)
             description = describe_loader(loader, seed=seed, accept=accept, tail=tail, keeps_last=keeps_last, **use)
         if own_rank is not None:
-            how["path"] = _own_path(path, own_rank, description)
+            is_alike = _is_drawn_alike(loader, description, is_compared=not exact)
+            how["path"] = f"{path}@{own_rank}" if is_alike is False else path
             description = description if exact else _with_own_draws(description, own_rank)
         kind: type[StatefulLoader] = class_of_patched(StatefulLoader, type(loader))
         # Not the constructor of a user's class, which may ask for anything.
@@ -135,6 +137,7 @@ def build_patched(
     if own_rank is not None:
         # Ranks draw apart at their samples.
         made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")
+        made.tracker.config.update({"drawn_alike": True} if is_alike else {})
     return made
 
 
@@ -282,16 +285,24 @@ def deals_itself(loader: object) -> bool:
     return isinstance(sampler, (DDPSamplerWrapper, StatefulDistributedSampler))
 
 
-def _own_path(path: str, rank: int, description: LoaderDescription) -> str:
-    """The path that chooses the order of a loader which is not dealt out to ranks.
+def _is_drawn_alike(loader: Any, description: LoaderDescription, *, is_compared: bool) -> bool | None:
+    """Whether an order that is not dealt out to ranks is the same on all of them; None where its sampler decides.
 
-    Computed orders and torch's random samplers draw from (seed, path, rank). Any other sampler is run under the same
-    randomness on all ranks, but for what ranks draw for themselves in torch too: it may take this rank's share of one
-    common sequence.
+    Of a DataLoader torch draws shuffles, and what its random samplers give, from a generator that the loader or the
+    sampler holds, or from that of the process: where it stands alike on all ranks, all draw the same. A computed order
+    of a loader of this package is another one on each. Any other sampler is run under the same randomness on all ranks,
+    but for what ranks draw for themselves in torch too: it may take this rank's share of one common sequence.
     """
     order = description.order
-    alike = type(order.sampler) not in _RANDOM if isinstance(order, WrappedSampler) else description.has_whole_batches
-    return path if alike else f"{path}@{rank}"
+    is_of_users = isinstance(order, WrappedSampler) and type(order.sampler) not in _RANDOM
+    if is_of_users or (description.has_whole_batches and not isinstance(order, WrappedSampler)):
+        return None
+    if is_compared and isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader):
+        samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+        held = [one for one in (getattr(sampler, "generator", None) for sampler in samplers) if one is not None]
+        apart, is_alone = kinds_drawn_apart("the order of a loader", held), detect_topology().num_replicas == 1
+        return not is_alone and ("held" if held else "torch") not in apart
+    return False
 
 
 def _with_own_draws(description: LoaderDescription, rank: int) -> LoaderDescription:

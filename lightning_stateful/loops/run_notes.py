@@ -1,6 +1,7 @@
 """The lines of the log on where a run goes on and what makes its data exact, and a checkpoint's note of how it was run.
 
-The note is for people. Of it nothing is compared but the digest of the loaders that the run began with, for a warning.
+The note is for people. Of it a resume uses the digest of the loaders that the run began with, for a warning, and from
+which generators ranks drew alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
@@ -22,6 +24,7 @@ from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.loops.single_samples import warn_of_single_samples
 from lightning_stateful.state import order_in_words
+from lightning_stateful.user_samplers.rank_exchange import expect_alike
 
 
 class ServesTraining(Protocol):
@@ -56,6 +59,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
         **({"began_with": combined.began_with} if combined.began_with else {}),
         **({"reloads": reloads} if reloads else {}),
+        **({"alike": sorted(combined.alike)} if topology_of(trainer).num_replicas > 1 else {}),
         **({"overfits": True} if trainer.overfit_batches else {}),  # type: ignore[attr-defined]  # set by a connector
     }
 
@@ -83,6 +87,8 @@ def say_resumed(
     combined, num_batches, again = loaders.combined, loaders.num_batches, note is None
     if note is not None:
         combined.began_with = note.get("began_with", "")
+        if note.get("ranks", 1) > 1:
+            combined.alike = expect_alike(note.get("alike", ()))
     if combined.refused:
         _say_others(combined, saved)
     now = note_of_run(trainer, combined)
@@ -103,6 +109,17 @@ def say_resumed(
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
+
+
+def say_first_step(trainer: pl.Trainer) -> None:
+    """Log that the first step of a resumed run may add up gradients in another order than a later one, under DDP."""
+    model, num_ranks = trainer.strategy.model, topology_of(trainer).num_replicas
+    if num_ranks > 2 and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        rank_zero_info(
+            f"On {num_ranks} ranks DDP adds up the gradients of this first step in another order than those of "
+            "later ones, as torch orders them anew behind it: weights may differ in their last bit from a run without "
+            "the stop, and batches do not. DDPStrategy(find_unused_parameters=True) keeps to one order."
+        )
 
 
 def _say_others(combined: CombinedLoaders, saved: LoopProgress) -> None:
@@ -152,6 +169,11 @@ def say_what_is_exact(
         f"{drawing} random numbers by (seed {' or '.join(map(str, seeds))}, epoch, batch){of_model}, and not from "
         "where the generators of the process stand."
     )
+    if model_seed is not None and combined.alike:
+        kinds = ", ".join(sorted(combined.alike))
+        rank_zero_info(
+            f"The model draws the same numbers on all ranks from {kinds}, which stood alike before training."
+        )
     for path, loader in combined.loaders.items():
         where = f"Training data {path!r}" if path else "Training data"
         notes = [computed_note(loader), loader.resume_note, more[path]]

@@ -74,6 +74,7 @@ _PARTS = {
             "batch_size": {str: object},
             "workers": {str: object},
             "began_with?": str,
+            "alike?": [str],
             "overfits?": bool,
             "reloads?": COUNT,
         },

@@ -30,7 +30,7 @@ from lightning_stateful.loops.checkpoint import (
 )
 from lightning_stateful.loops.epoch_results import EpochResults
 from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
-from lightning_stateful.loops.run_notes import note_of_run, say_resumed
+from lightning_stateful.loops.run_notes import note_of_run, say_first_step, say_resumed
 from lightning_stateful.loops.saved_progress import (
     CALLBACK_KEY,
     STATE_KEY,
@@ -69,7 +69,7 @@ class StatefulDataCallback(pl.Callback):
             Lightning's ``seed_everything``, or 0.
         seed_samples: Make what torch, NumPy and ``random`` draw inside datasets a function of (seed, path of the
             loader, epoch, batch).
-        seed_model: Make what the model draws (dropout) a function of (seed, data-parallel rank, epoch, batch).
+        seed_model: Make what the model draws (dropout) follow from (seed, epoch, batch); ranks draw alike as in torch.
         tail: What becomes of the last items of a training sampler of yours that are fewer than a step of all ranks
             takes: ``"split"`` (the default; whole batches are repeated), ``"pad"`` or ``"drop"``. See
             :class:`~lightning_stateful.user_samplers.ddp_wrapper.DDPSamplerWrapper`.
@@ -393,8 +393,7 @@ class StatefulDataCallback(pl.Callback):
         if earlier is None or progress is None or not progress.running:
             return
         try:
-            state = earlier.combined.state_at(*progress.epoch_and_step)
-            before = progress
+            state, before = earlier.combined.state_at(*progress.epoch_and_step), progress
             self._loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
         except StateMismatchError as error:
             rank_zero_warn(
@@ -432,6 +431,7 @@ class StatefulDataCallback(pl.Callback):
             self._results.load(self._phase.saved.get("results"), trainer)
             optimizer_steps.take_due_steps(trainer, self._phase.progress)
             loop_progress.prepare_first_epoch(trainer, self._phase.progress)
+            say_first_step(trainer)
         else:
             self._phase = Training()
         self._tokens.begin(trainer, None if self._loaders is None else self._loaders.combined)

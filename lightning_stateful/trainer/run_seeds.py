@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,21 +18,39 @@ from lightning_stateful.samplers.rng import KINDS, keep_randomness, seed_devices
 from lightning_stateful.user_samplers.rank_exchange import end_comparing, kinds_found_alike
 
 
-def seed_model(seed: int, rank: int, stage: str, epoch: int, batch: int) -> None:
-    """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next."""
-    seed_devices(derive_seed_within(("model", seed, rank, stage), epoch, batch))
+def seed_model(seed: int, rank: int, alike: Collection[str], stage: str, epoch: int, batch: int) -> None:
+    """Seed torch on every device, NumPy and ``random`` for what happens from this batch to the next.
 
-
-def rank_of_model(trainer: pl.Trainer, combined: CombinedLoaders | None) -> int:
-    """The rank by which the model draws: 0 on all ranks where these have to draw alike in iterables.
-
-    These are iterables that are not seeded, and so draw from the same generators as the model.
+    Args:
+        seed: The seed.
+        rank: The data-parallel rank.
+        alike: Kinds of generators from which all ranks draw the same numbers, those of rank 0.
+        stage: What happens then.
+        epoch: The epoch.
+        batch: The batch in it.
     """
-    return 0 if combined is not None and combined.draw_alike_as_model else topology_of(trainer).rank
+    of_rank, of_all = (derive_seed_within(("model", seed, one, stage), epoch, batch) for one in (rank, 0))
+    is_torch_alike = "torch" in alike
+    seed_devices(of_all if is_torch_alike else of_rank)
+    if rank:
+        others = [kind for kind in KINDS if (kind in alike) != is_torch_alike]
+        seed_kinds(others, of_rank if is_torch_alike else of_all)
+
+
+def kinds_of_model(combined: CombinedLoaders | None) -> frozenset[str]:
+    """The kinds of generators from which the model draws alike on all ranks.
+
+    These are the kinds that stood alike before training, as in torch, where ``seed_everything`` makes all of them so,
+    and torch those that nobody seeds. Where iterables that are not seeded have to draw alike, all kinds: these draw
+    from the same generators as the model.
+    """
+    if combined is None:
+        return kinds_found_alike()
+    return frozenset(KINDS) if combined.draw_alike_as_model else combined.alike
 
 
 def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoaders | None) -> None:
-    """Seed what happens in a hook of an epoch, and in those behind it, by rank.
+    """Seed what happens in a hook of an epoch, and in those behind it, on each rank as :func:`kinds_of_model` says.
 
     Args:
         trainer: The trainer.
@@ -45,9 +63,7 @@ def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoa
     """
     if stage == "epoch start":
         warn_of_draws_before_seeding(trainer)
-    # Validation data that Lightning reads draw from the same generators, and may be divided by what all ranks draw.
-    is_alike = stage == "validation" and len(kinds_found_alike()) == len(KINDS)
-    seed_model(seed, 0 if is_alike else rank_of_model(trainer, combined), stage, *next_step(trainer))
+    seed_model(seed, topology_of(trainer).rank, kinds_of_model(combined), stage, *next_step(trainer))
 
 
 def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:

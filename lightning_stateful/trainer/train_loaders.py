@@ -45,8 +45,9 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.run_seeds import naming_remedies, rank_of_model, request_by_epoch, seed_model
+from lightning_stateful.trainer.run_seeds import kinds_of_model, naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
+from lightning_stateful.user_samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
 
@@ -148,6 +149,7 @@ class TrainLoaders:
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
         )
+        self.combined.alike = kinds_found_alike()
         # By path: batches of an epoch, as last said.
         self._said_lengths: dict[str, int] = {}
         # Likewise: the step at which the latest pass over the loader began.
@@ -458,12 +460,12 @@ class TrainLoaders:
         return self._resumed_at.epoch, self._resumed_at.batch
 
     @cached_property
-    def _rank_of_model(self) -> int:
-        return rank_of_model(self._trainer, self.combined)
+    def _draws_of_model(self) -> tuple[int, frozenset[str]]:
+        return topology_of(self._trainer).rank, kinds_of_model(self.combined)
 
     def _seed_batch(self) -> None:
         if self._settings.seed_model:
-            seed_model(self.seed, self._rank_of_model, "batch", *self._next_step())
+            seed_model(self.seed, *self._draws_of_model, "batch", *self._next_step())
 
 
 def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:

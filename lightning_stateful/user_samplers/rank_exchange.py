@@ -92,6 +92,13 @@ def kinds_found_alike() -> frozenset[str]:
     return frozenset(KINDS) - _APART[0] if _APART else frozenset()
 
 
+def expect_alike(kinds: Collection[str]) -> frozenset[str]:
+    """Go on as a run in which these kinds of generators stood alike before training; none on a single rank."""
+    if _APART:
+        _APART[0] = frozenset(KINDS) - frozenset(kinds)
+    return kinds_found_alike()
+
+
 def end_comparing(*, were_seeded: bool) -> None:
     """Compare the process's generators anew from now on.
 
