@@ -30,7 +30,7 @@ from lightning_stateful.loaders.served_indices import CutArguments, ServedIndice
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rng import seed_or_default
-from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
@@ -486,6 +486,7 @@ class _LoaderIterator:
                 raise
             # Nothing was left of an epoch that was resumed behind its last batch.
             self._may_be_over = False
+            say_begun_behind_end("sampler", self._tracker.progress.epoch)
             self._batches = self._tracker.iterate(self._read)
             batch = next(self._batches)
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +11,24 @@ from lightning_stateful.core.skip import Skip, as_skip
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.skipping import Skipping
 from lightning_stateful.samplers.tracker import Tracked
+
+_log = logging.getLogger(__name__)
+
+
+def say_begun_behind_end(kind: str, epoch: int) -> None:
+    """Log that a pass begins an epoch, where a state was to lead into the one before, of which nothing was left.
+
+    Args:
+        kind: What says no length.
+        epoch: The epoch that begins.
+    """
+    _log.warning(
+        "The state was taken behind the last batch of epoch %d, which a %s without length shows only now. This pass is "
+        "epoch %d: a loop that counts its passes by itself has one less left.",
+        epoch - 1,
+        kind,
+        epoch,
+    )
 
 
 class TrackedLoader(Tracked):

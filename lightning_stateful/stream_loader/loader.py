@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -13,7 +12,7 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
-from lightning_stateful.samplers.tracked_loader import TrackedLoader
+from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, is_sized
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
@@ -26,7 +25,6 @@ from lightning_stateful.streams.worker_slot import StreamConfig
 from lightning_stateful.user_loaders import Pickled, copied
 
 _END = object()
-_log = logging.getLogger(__name__)
 
 
 class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
@@ -317,12 +315,7 @@ class _Batches:
         except StopIteration:
             if not self._may_be_over:
                 raise
-            _log.warning(
-                "The state was taken behind the last batch of epoch %d, which a dataset without length shows only now. "
-                "This pass is epoch %d: a loop that counts its passes by itself has one less left.",
-                tracker.progress.epoch - 1,
-                tracker.progress.epoch,
-            )
+            say_begun_behind_end("dataset", tracker.progress.epoch)
             self._batches = tracker.iterate(self._loader.batches)
             batch = next(self._batches)
         except Exception:

@@ -190,6 +190,15 @@ class TestBatches:
             )
         assert samples([patched(batch_sampler=Lazy())]) == DATA
 
+    def test_a_state_from_behind_the_last_batch_says_that_the_first_loop_is_the_next_epoch(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        whole, resumed = (patched(batch_sampler=BatchesWithoutLen()) for _ in range(2))
+        states = [whole.state_dict() for _ in whole]
+        resumed.load_state_dict(states[-1])
+        assert batches_of(resumed) == batches_of(whole)
+        assert "epoch 0, which a sampler without length shows only now. This pass is epoch 1" in caplog.text
+
     def test_those_who_look_at_a_batch_sampler_move_nothing_and_find_no_length_where_there_is_none(self) -> None:
         whole = batches_of(patched(batch_sampler=BatchesWithoutLen()))
         loader = patched(batch_sampler=BatchesWithoutLen())
