@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_stateful.cli.plain_pickle import Opaque
 from lightning_stateful.cli.reading import Checkpoint
+from lightning_stateful.data_checks.dataset_settings import DatasetSettings, values_of_builder
 from lightning_stateful.errors import ConfigurationError, Difference, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import map_style
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.state import value_at
-from lightning_stateful.trainer.dataset_settings import DatasetSettings, values_of_builder
 
 _MOST_NAMED = 4
 # Differences that no code of a data module restores: the Trainer's, and the package's.

@@ -27,11 +27,11 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import build_patched, drawn_key
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
-from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.state import walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.streams.stream_state import StreamState

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_stateful.samplers.attributes import (
+from lightning_stateful.generators.attributes import (
     LIGHTNINGS,
     PLAIN,
     attributes_of,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
-from lightning_stateful.samplers.attributes import Place, codes_in, is_users, names_in, reached
+from lightning_stateful.generators.attributes import Place, codes_in, is_users, names_in, reached
 
 # Functions by which samples are read.
 _READ = {"__getitem__", "__getitems__", "__call__", "forward"}

@@ -19,7 +19,7 @@ from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import codes_in, is_users
+from lightning_stateful.generators.attributes import codes_in, is_users
 
 # Kinds of values in which something may be carried over.
 _CARRIED = (list, dict, set, deque, str, bytes, tuple, torch.Tensor, np.ndarray)

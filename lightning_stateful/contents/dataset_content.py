@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stateful.samplers.attributes import BUILT_IN, attributes_of, package_of
+from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, package_of
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
 
 # The name of the content in a configuration.

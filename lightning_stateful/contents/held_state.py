@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.samplers.attributes import BUILT_IN, LIGHTNINGS, closure_of, defaults_of_class, package_of
-from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, set_generator_state
+from lightning_stateful.generators.attributes import BUILT_IN, LIGHTNINGS, closure_of, defaults_of_class, package_of
+from lightning_stateful.generators.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
 # Values that a batch is compared by, and those of an array in it.

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import reached
-from lightning_stateful.samplers.rng import GENERATORS, Randomness, state_of_generator
+from lightning_stateful.generators.attributes import reached
+from lightning_stateful.generators.rng import GENERATORS, Randomness, state_of_generator
 
 T = TypeVar("T")
 # Longer lists are data, and not looked at.

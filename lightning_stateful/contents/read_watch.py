@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from lightning_stateful.contents.code_uses import Use, uses_of
 from lightning_stateful.contents.kept_samples import KeptSamples
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import (
+from lightning_stateful.generators.attributes import (
     BUILT_IN,
     Place,
     attributes_of,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.length_cache import file_of, names_lengths
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.source_datasets import SourceCollate, concatenated, packed_anew
@@ -20,7 +21,6 @@ from lightning_stateful.mixture.weights import WeightSchedule
 from lightning_stateful.packing.settings import Packing
 from lightning_stateful.samplers.batch_samplers import Lengths
 from lightning_stateful.samplers.mixture_samplers import MixtureBatchSampler, refuse_splits
-from lightning_stateful.samplers.rng import seed_or_default
 
 
 class PackedDataModule(StatefulDataModule):

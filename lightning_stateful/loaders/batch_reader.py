@@ -21,6 +21,9 @@ from lightning_stateful.contents.read_watch import ReadWatch, moved_for_good
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.generators.rng import IsolatedReads, keep_randomness, seed_randomness
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.loaders.planned_batches import (
     OwnPasses,
@@ -29,9 +32,6 @@ from lightning_stateful.loaders.planned_batches import (
     ShownSampler,
     users_sampler,
 )
-from lightning_stateful.samplers.held_generators import HeldGenerators
-from lightning_stateful.samplers.rng import IsolatedReads, keep_randomness, seed_randomness
-from lightning_stateful.streams.outside_values import OutsideValues
 from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
 
 # Attributes of a DataLoader that say what it reads, and not how.

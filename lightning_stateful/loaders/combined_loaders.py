@@ -10,10 +10,10 @@ from lightning_stateful import state as format_
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.core.skip import without_gaps
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, Difference, StatefulWarning
+from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.streams.rank_draws import ALL_KINDS
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 

@@ -14,8 +14,8 @@ from lightning_stateful.contents.dataset_content import PATH
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.generators.attributes import LIGHTNINGS, package_of
 from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
-from lightning_stateful.samplers.attributes import LIGHTNINGS, package_of
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.state import value_at

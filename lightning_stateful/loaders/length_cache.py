@@ -27,7 +27,7 @@ from lightning_stateful.bucketing.lengths import (
 )
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.generators.rng import keep_randomness
 
 # Rows of a column that are read at a time.
 _ROWS = 65536

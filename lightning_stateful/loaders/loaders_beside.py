@@ -11,12 +11,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.samplers.attributes import attributes_of, named_outside, reached
-from lightning_stateful.samplers.generator_states import identity_of, state_for
-from lightning_stateful.samplers.rng import state_of_generator
+from lightning_stateful.generators.attributes import attributes_of, named_outside, reached
+from lightning_stateful.generators.generator_states import identity_of, state_for
+from lightning_stateful.generators.rng import state_of_generator
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, generators_outside
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_of_contents, generators_outside
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Attributes that hold no other loader's, and may hold very much.

@@ -33,12 +33,12 @@ from lightning_stateful.errors import (
     StateMismatchError,
     UnsupportedLoaderError,
 )
+from lightning_stateful.generators.attributes import named_outside
+from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.loaders.loaders_beside import LoadersBeside
-from lightning_stateful.samplers.attributes import named_outside
-from lightning_stateful.samplers.rng import GENERATORS, state_of_generator
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents, shown
 from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.shapes import COUNT, DAMAGED, RANKS, check_shape
-from lightning_stateful.user_samplers.sampler_copy import digest_of_contents, shown
 
 # Attributes of torch's loaders, and one that is set here.
 _TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset

@@ -20,6 +20,7 @@ from torch.utils.data import (
 from lightning_stateful.core.order import UNKNOWN, BatchOrder
 from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.description import (
     LoaderDescription,
     LoaderSettings,
@@ -31,9 +32,10 @@ from lightning_stateful.loaders.description import (
 from lightning_stateful.loaders.loaders_beside import warn_of_held_loaders
 from lightning_stateful.loaders.own_iteration import held_loader, without_repeats
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_generators
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.rank_exchange import kinds_drawn_apart
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import accepted_names, warning_of_unknown
@@ -42,8 +44,6 @@ from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
-from lightning_stateful.user_samplers.rank_exchange import kinds_drawn_apart
-from lightning_stateful.user_samplers.sampler_copy import digest_of_generators
 from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
 

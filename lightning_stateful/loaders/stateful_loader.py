@@ -15,6 +15,7 @@ from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
 from lightning_stateful.loaders.description import (
     LoaderDescription,
@@ -29,13 +30,12 @@ from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
 from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
 from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
-from lightning_stateful.user_samplers.rank_exchange import exchanged
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.generators.generator_states import process_states
 from lightning_stateful.loops.lightning import RestartStage, TrainerFn, pl
 from lightning_stateful.loops.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
 from lightning_stateful.loops.saved_progress import TRACKED, LoopProgress, count_step, read_counters, rewritten
-from lightning_stateful.samplers.generator_states import process_states
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 # Ours, kept with the loop: the batch of which the optimizer has taken the step; see optimizer_steps.py.

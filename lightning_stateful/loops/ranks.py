@@ -14,8 +14,8 @@ from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import RankMismatchError, StatefulWarning
 from lightning_stateful.loaders.patching import deals_itself
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.samplers.rank_exchange import failing_together, kinds_drawn_apart
 from lightning_stateful.state import fingerprint_warning, is_accepted, is_content, is_fingerprint
-from lightning_stateful.user_samplers.rank_exchange import failing_together, kinds_drawn_apart
 
 T = TypeVar("T")
 Descriptions = Mapping[str, Mapping[str, Any]]

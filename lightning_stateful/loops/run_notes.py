@@ -23,8 +23,8 @@ from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.loops.single_samples import warn_of_single_samples
+from lightning_stateful.samplers.rank_exchange import expect_alike
 from lightning_stateful.state import order_in_words
-from lightning_stateful.user_samplers.rank_exchange import expect_alike
 
 
 class ServesTraining(Protocol):

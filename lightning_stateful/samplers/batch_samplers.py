@@ -15,7 +15,7 @@ from lightning_stateful.bucketing.buckets import Boundaries, Buckets
 from lightning_stateful.bucketing.budget import Budget
 from lightning_stateful.bucketing.order import BucketOrder
 from lightning_stateful.core.order import BatchOrder, EpochPlan
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
 
 Lengths = Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor | str | Path

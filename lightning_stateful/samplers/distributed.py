@@ -17,8 +17,8 @@ from lightning_stateful.core.samples import (
     ShuffledOrder,
 )
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker
 
 

@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import attributes_of
-from lightning_stateful.samplers.rng import GENERATORS
+from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.generators.rng import GENERATORS
 
 _DIGESTED_INDICES = 2**16
 _READ_FILES = 64

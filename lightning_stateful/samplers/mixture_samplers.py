@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.mixture.order import MixtureOrder
 from lightning_stateful.mixture.sources import By, Sources, Stop
 from lightning_stateful.mixture.weights import (
@@ -26,7 +27,6 @@ from lightning_stateful.mixture.weights import (
     whole_draws,
 )
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
-from lightning_stateful.samplers.rng import seed_or_default
 
 Lengths = Mapping[str, Any] | Sequence[Any] | ConcatDataset[Any]
 

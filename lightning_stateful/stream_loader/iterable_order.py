@@ -14,23 +14,28 @@ from lightning_stateful.contents.dataset_content import named_files
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.held_generators import HeldGenerators
+from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
+from lightning_stateful.iterable_datasets.iterables import IterableConfig
+from lightning_stateful.iterable_datasets.pass_history import (
+    SetBetweenPasses,
+    beginning_of,
+    digest_of_dataset,
+    parts_of,
+)
+from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies
+from lightning_stateful.iterable_datasets.rank_draws import (
+    generators_of_ranks,
+    kinds_alike,
+    lightning_seeds_workers,
+    where_generators_stand,
+)
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_nodes.node_shards import draws_orders
 from lightning_stateful.stream_nodes.own_state import has_state
-from lightning_stateful.streams.iterable_state import IterableState, says_how_ranks_draw
-from lightning_stateful.streams.iterables import IterableConfig
-from lightning_stateful.streams.pass_history import SetBetweenPasses, beginning_of, digest_of_dataset, parts_of
-from lightning_stateful.streams.persistent_copies import PersistentCopies
-from lightning_stateful.streams.rank_draws import (
-    generators_of_ranks,
-    kinds_alike,
-    lightning_seeds_workers,
-    where_generators_stand,
-)
 
 
 class IterableOrder(StreamReader):

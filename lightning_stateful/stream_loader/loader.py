@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.samplers.rng import keep_randomness, seed_or_default
+from lightning_stateful.generators.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.stream_loader.iterable_order import IterableOrder, is_sized

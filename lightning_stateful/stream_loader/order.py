@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ShardError, StatefulWarning
-from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.generators.rng import keep_randomness
+from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -22,7 +23,6 @@ from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import draws_in_collation
 from lightning_stateful.stream_nodes.document_packer import packed_otherwise
 from lightning_stateful.stream_nodes.shard_reader import ShardReader
-from lightning_stateful.streams.pass_history import digest_of_sample
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig
 

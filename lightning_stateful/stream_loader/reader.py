@@ -29,8 +29,8 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions

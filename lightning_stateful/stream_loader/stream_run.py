@@ -12,12 +12,12 @@ from typing import Any
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, StatefulWarning, StreamError
+from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.numbered import NOTHING, Given
-from lightning_stateful.streams.rank_draws import ALL_KINDS
 
 # Where the worker slots of this rank stand; a worker's is JSON until somebody wants it.
 SlotStates = list[NodeState | StateText]

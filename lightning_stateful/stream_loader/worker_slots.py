@@ -16,8 +16,8 @@ from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulError, StreamError
-from lightning_stateful.samplers.held_generators import HeldGenerators
-from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.stream_loader.rank_store import Changes, StateEncoder
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.numbered import NOTHING, Given

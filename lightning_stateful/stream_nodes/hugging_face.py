@@ -16,8 +16,8 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError
-from lightning_stateful.samplers.generator_states import process_states
-from lightning_stateful.samplers.held_generators import HeldGenerators
+from lightning_stateful.generators.generator_states import process_states
+from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
 from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode

@@ -34,12 +34,12 @@ from torchdata.nodes import (
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StateError
+from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy
+from lightning_stateful.sampler_copies.sampler_ranks import settings_of_one_rank, tell
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes import nodes
 from lightning_stateful.stream_nodes.hugging_face import is_hugging_face
 from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode, sources_of
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy
-from lightning_stateful.user_samplers.sampler_ranks import settings_of_one_rank, tell
 
 # torchdata 0.10 has none.
 _Unbatcher: Any = getattr(torchdata.nodes, "Unbatcher", Batcher)

@@ -14,7 +14,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from lightning_stateful.samplers.attributes import codes_in
+from lightning_stateful.generators.attributes import codes_in
 
 _PLAIN = (str, int, float, complex, bool, bytes)
 _MODULES = {math: dir(math), json: json.__all__, re: re.__all__}

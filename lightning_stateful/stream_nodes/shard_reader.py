@@ -12,9 +12,9 @@ from torchdata.nodes import BaseNode
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError, StateError
-from lightning_stateful.samplers.attributes import PLAIN, reached
-from lightning_stateful.samplers.held_generators import HeldGenerators, held_places
-from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.generators.attributes import PLAIN, reached
+from lightning_stateful.generators.held_generators import HeldGenerators, held_places
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.shapes import COUNT, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.stream_nodes.nodes import (

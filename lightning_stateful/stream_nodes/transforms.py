@@ -15,8 +15,8 @@ from torchdata.nodes import BaseNode
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import ConfigurationError, PositionError, ShardError
-from lightning_stateful.samplers.held_generators import HeldGenerators
-from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import COUNT
 from lightning_stateful.stream_nodes.hugging_face_pipelines import name_and_arguments

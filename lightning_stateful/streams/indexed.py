@@ -12,8 +12,8 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.fingerprint import describe_dataset
-from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
 from lightning_stateful.streams.source import Source
 from lightning_stateful.streams.stream import Stream

@@ -14,11 +14,11 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import KeyedPermutation
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.mixture.draws import Draws
 from lightning_stateful.mixture.sources import Stop
 from lightning_stateful.mixture.weights import DrawSchedule, WeightSchedule, shares_of, whole_draws
 from lightning_stateful.samplers.fingerprint import hex_digest
-from lightning_stateful.samplers.rng import seed_or_default
 from lightning_stateful.stream_nodes.document_packer import DocumentPacker
 from lightning_stateful.stream_nodes.nodes import Shards, StreamNode
 from lightning_stateful.stream_nodes.numbered import Numbering

@@ -15,7 +15,7 @@ from torchdata.nodes import BaseNode
 from lightning_stateful import state as format_
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, PositionError, StatefulWarning
-from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import EPOCH, check_shape
 from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards, is_hugging_face

@@ -15,8 +15,10 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_stateful.data_checks.odd_datasets import warn_of_old_copies
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
-from lightning_stateful.loops import loop_progress, module_changes, optimizer_steps, other_callbacks
+from lightning_stateful.generators.rng import seed_or_default
+from lightning_stateful.loops import loop_progress, other_callbacks
 from lightning_stateful.loops.checkpoint import (
     find_data_state,
     refuse_empty_loops,
@@ -28,7 +30,6 @@ from lightning_stateful.loops.checkpoint import (
     warn_of_missing_loops,
     warn_of_unknown_position,
 )
-from lightning_stateful.loops.epoch_results import EpochResults
 from lightning_stateful.loops.lightning import TrainerFn, check_trainer, pl
 from lightning_stateful.loops.run_notes import note_of_run, say_first_step, say_resumed
 from lightning_stateful.loops.saved_progress import (
@@ -40,14 +41,14 @@ from lightning_stateful.loops.saved_progress import (
     rewritten,
 )
 from lightning_stateful.loops.signals import HeldSignals
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.module_state import module_changes, optimizer_steps
+from lightning_stateful.module_state.epoch_results import EpochResults
 from lightning_stateful.state import VERSION
 from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
 from lightning_stateful.trainer.eval_loaders import exact_evaluation
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import Request, discard_training_loaders, intercept, release
 from lightning_stateful.trainer.logs import log_data
-from lightning_stateful.trainer.odd_datasets import warn_of_old_copies
 from lightning_stateful.trainer.phases import Interrupted, Resumed, SetUp, Training
 from lightning_stateful.trainer.run_seeds import end_seeding, seed_stage, seed_validation_data
 from lightning_stateful.trainer.token_limit import TokenLimit
@@ -344,8 +345,7 @@ class StatefulDataCallback(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING or trainer.limit_train_batches == 0:
             return
         other_callbacks.refuse_finders(trainer)
-        loops = checkpoint.get("loops")
-        if loops is None:
+        if (loops := checkpoint.get("loops")) is None:
             warn_of_missing_loops(checkpoint)
             return
         refuse_empty_loops(loops)

@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
+from lightning_stateful.generators.rng import KINDS, keep_randomness, seed_devices, seed_kinds, seed_randomness
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
-from lightning_stateful.samplers.rng import KINDS, keep_randomness, seed_devices, seed_kinds, seed_randomness
-from lightning_stateful.user_samplers.rank_exchange import end_comparing, kinds_found_alike
+from lightning_stateful.samplers.rank_exchange import end_comparing, kinds_found_alike
 
 
 def seed_model(seed: int, rank: int, alike: Collection[str], stage: str, epoch: int, batch: int) -> None:

@@ -11,7 +11,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
+from lightning_stateful.data_checks import odd_datasets
+from lightning_stateful.data_checks.batch_content import BatchContent
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.patching import (
@@ -31,10 +34,8 @@ from lightning_stateful.loops.other_callbacks import longest_accumulation
 from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_is_exact
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.state import accepted_names, warning_of_unknown
-from lightning_stateful.trainer import odd_datasets
-from lightning_stateful.trainer.batch_content import BatchContent
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -47,7 +48,6 @@ from lightning_stateful.trainer.loader_proxy import (
 )
 from lightning_stateful.trainer.run_seeds import kinds_of_model, naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
-from lightning_stateful.user_samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import EpochPlan
-from lightning_stateful.samplers.rng import seed_or_default
+from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.state import accepted_names
 from lightning_stateful.user_samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split

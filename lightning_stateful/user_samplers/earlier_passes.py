@@ -8,11 +8,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 
 class PassesHere(list[list[int]]):

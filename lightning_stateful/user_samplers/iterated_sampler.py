@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.samplers.attributes import attributes_of
-from lightning_stateful.samplers.generator_states import GeneratorState, identity_of
-from lightning_stateful.samplers.rng import (
+from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.generators.generator_states import GeneratorState, identity_of
+from lightning_stateful.generators.rng import (
     KINDS,
     OwnRandomness,
     get_generator_state,
@@ -22,17 +22,17 @@ from lightning_stateful.samplers.rng import (
     seed_generator,
     set_generator_state,
 )
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
-from lightning_stateful.user_samplers.sampler_copy import (
+from lightning_stateful.sampler_copies.sampler_copy import (
     Path,
     SamplerCopy,
     SamplerParts,
     digest_of_contents,
     held_at,
 )
-from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
+from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, told
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 T = TypeVar("T")
 _next: Callable[[Iterator[Any]], Any] = next

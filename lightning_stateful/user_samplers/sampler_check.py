@@ -12,11 +12,9 @@ from itertools import islice
 from typing import Any
 
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
-from lightning_stateful.samplers.attributes import len_only_reads
-from lightning_stateful.samplers.fingerprint import digest, types_not_compared
-from lightning_stateful.samplers.generator_states import comparable_state, process_states
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import (
+from lightning_stateful.generators.attributes import len_only_reads
+from lightning_stateful.generators.generator_states import comparable_state, process_states
+from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     as_written,
     digest_of_contents,
@@ -24,13 +22,16 @@ from lightning_stateful.user_samplers.sampler_copy import (
     names_unseen,
     surroundings_of,
 )
-from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
-from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
-from lightning_stateful.user_samplers.sampler_ranks import (
+from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
+from lightning_stateful.sampler_copies.sampler_ranks import (
     AskedRanks,
     Setting,
     tell,
 )
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects, changed_names, said_of_changes
+from lightning_stateful.samplers.fingerprint import digest, types_not_compared
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_trial import (
     COMPARED,
     MOST,
@@ -44,7 +45,6 @@ from lightning_stateful.user_samplers.sampler_trial import (
     copy_as_now,
     fresh_copy,
 )
-from lightning_stateful.user_samplers.shared_objects import SharedObjects, changed_names, said_of_changes
 
 # Seconds to the first items that are too much for each save.
 _SLOW_TO_BEGIN = 0.05

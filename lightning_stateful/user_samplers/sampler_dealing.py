@@ -10,12 +10,9 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from lightning_stateful.errors import RankMismatchError
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.rank_exchange import exchanged, kinds_drawn_apart
-from lightning_stateful.user_samplers.sampler_check import check_sampler
-from lightning_stateful.user_samplers.sampler_copy import held_at
-from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws
-from lightning_stateful.user_samplers.sampler_ranks import (
+from lightning_stateful.sampler_copies.sampler_copy import held_at
+from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws
+from lightning_stateful.sampler_copies.sampler_ranks import (
     AskedRanks,
     is_given_ranks,
     name_of_rank,
@@ -26,8 +23,11 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.samplers.rank_exchange import exchanged, kinds_drawn_apart
+from lightning_stateful.user_samplers.iterated_sampler import UserSampler
+from lightning_stateful.user_samplers.sampler_check import check_sampler
 from lightning_stateful.user_samplers.sampler_trial import COMPARED, PATIENCE, fresh_copy
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
 
 
 def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:

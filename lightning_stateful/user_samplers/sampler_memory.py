@@ -11,7 +11,15 @@ from itertools import repeat
 from typing import Any
 
 from lightning_stateful.errors import PositionError
-from lightning_stateful.samplers.generator_states import GeneratorState
+from lightning_stateful.generators.generator_states import GeneratorState
+from lightning_stateful.sampler_copies.sampler_copy import (
+    Path,
+    SamplerParts,
+    digest_of_contents,
+    generators_outside,
+    surroundings_of,
+)
+from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.earlier_passes import (
     CopyInStep,
     LeftIterator,
@@ -22,14 +30,6 @@ from lightning_stateful.user_samplers.earlier_passes import (
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.sampler_check import first_sequence, holds_as_tried, yields_otherwise
-from lightning_stateful.user_samplers.sampler_copy import (
-    Path,
-    SamplerParts,
-    digest_of_contents,
-    generators_outside,
-    surroundings_of,
-)
-from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
 # The cycle of passes that something else than training begins within an epoch.

@@ -26,10 +26,10 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.samplers.attributes import PLAIN
+from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.rank_exchange import post, posted
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_copy import (
+from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     digest_of_contents,
     digest_of_generators,
     surroundings_of,
 )
-from lightning_stateful.user_samplers.sampler_facts import SamplerFacts
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, told
-from lightning_stateful.user_samplers.shared_objects import SharedObjects
+from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, told
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 
 # Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
 COMPARED, MOST, MOST_ENDLESS = 64, 2**20, 2**14

@@ -23,20 +23,20 @@ from lightning_stateful.core.order import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.generators.rng import OwnRandomness
+from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts
+from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.rng import OwnRandomness
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
-from lightning_stateful.user_samplers.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.user_samplers.sampler_dealing import deal
-from lightning_stateful.user_samplers.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
-from lightning_stateful.user_samplers.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.user_samplers.sampler_trial import PATIENCE, asked_once, length_now, length_when_told
 
 # What to say of each resume mode.

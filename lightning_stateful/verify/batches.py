@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stateful.samplers.attributes import attributes_of
+from lightning_stateful.generators.attributes import attributes_of
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, value_as_text
 
 _DEPTH = 12

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful.data_modules.stateful_module import StatefulDataModule
 from lightning_stateful.errors import ConfigurationError, StatefulError, StatefulWarning
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.ledger.files import as_items
 from lightning_stateful.loaders.patching import is_patched
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import PACKAGE, pl
-from lightning_stateful.samplers.rng import seed_randomness
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import Structure

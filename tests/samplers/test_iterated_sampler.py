@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.samplers.rng import keep_randomness, seed_randomness
+from lightning_stateful.generators.rng import keep_randomness, seed_randomness
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 DRAWS = {

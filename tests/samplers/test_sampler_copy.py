@@ -18,7 +18,7 @@ from support.ledger import Numbers
 from support.samplers import Bag, Unpicklable
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from lightning_stateful.user_samplers.sampler_copy import (
+from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
     digest_of_contents,

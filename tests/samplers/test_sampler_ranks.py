@@ -17,9 +17,7 @@ from support.samplers import Bag
 from torch.distributed import HashStore
 
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.user_samplers import rank_exchange
-from lightning_stateful.user_samplers.rank_exchange import exchanged, failing_together, post, posted
-from lightning_stateful.user_samplers.sampler_ranks import (
+from lightning_stateful.sampler_copies.sampler_ranks import (
     AskedRanks,
     name_of_rank,
     numbers_in,
@@ -28,6 +26,8 @@ from lightning_stateful.user_samplers.sampler_ranks import (
     told,
     yields_as_one,
 )
+from lightning_stateful.samplers import rank_exchange
+from lightning_stateful.samplers.rank_exchange import exchanged, failing_together, post, posted
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_stateful.samplers.rng import keep_randomness
+from lightning_stateful.generators.rng import keep_randomness
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from support import hf_streams as hf
 from support.node_cases import NumberedShards
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper
 
-from lightning_stateful.samplers import held_generators
+from lightning_stateful.generators import held_generators
 from lightning_stateful.stream_nodes.hugging_face import HuggingFaceShards
 from lightning_stateful.stream_nodes.nodes import Shards
 from lightning_stateful.stream_nodes.shard_reader import ShardReader

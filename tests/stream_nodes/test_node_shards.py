@@ -28,7 +28,7 @@ from torchdata.nodes import (
 
 from lightning_stateful import MixedStream
 from lightning_stateful.errors import ConfigurationError, StateError
-from lightning_stateful.samplers.rng import seed_randomness
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.stream_nodes import shard_reader
 from lightning_stateful.stream_nodes.node_shards import NodeShards
 from lightning_stateful.stream_nodes.shard_reader import ShardReader

@@ -322,23 +322,6 @@ def test_data_of_each_rank_that_cannot_be_resumed_are_refused(ranks: Ranks, name
 # What ranks draw, and evaluate
 
 
-def dropout(folder: Path) -> list[float]:
-    class Draws(LedgerModel):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.drawn = [*getattr(self, "drawn", []), float(torch.rand(()))]
-            return super().training_step(batch, batch_idx)
-
-    model = Draws()
-    run(numbers_module, model=model, max_epochs=1)
-    return model.drawn
-
-
-def test_ranks_draw_other_dropout(ranks: Ranks) -> None:
-    first, second = ranks.of(dropout)
-    assert len(first) == 6
-    assert not set(first) & set(second)
-
-
 class Shapes(Numbers):
     """Samples with as many rows as are given, which can only be stacked if they are alike."""
 

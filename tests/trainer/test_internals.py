@@ -25,7 +25,8 @@ from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.loops.lightning import INTERNALS
 
 PACKAGE = Path(lightning_stateful.__file__).parent
-FILES = [path for folder in ("loops", "trainer", "data_modules") for path in sorted((PACKAGE / folder).glob("*.py"))]
+FOLDERS = ("loops", "module_state", "data_checks", "trainer", "data_modules")
+FILES = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.py"))]
 
 # Private names of what is no part of a Trainer.
 ELSEWHERE: dict[Any, set[str]] = {

@@ -19,9 +19,9 @@ from support.ranks import Ranks
 from support.runs import Moment, Outcome, SaveAt, numbers_module, quiet_trainer, seeded, train
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loops import epoch_results
+from lightning_stateful.module_state import epoch_results
+from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.samplers.state_codec import to_plain
-from lightning_stateful.user_samplers.rank_exchange import post, posted
 
 MOMENTS: list[Moment] = [
     ("on_train_batch_end", 0, 2),

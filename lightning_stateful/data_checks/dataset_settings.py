@@ -1,0 +1,460 @@
+"""Notes values that hooks set and training data follow from, and warns where a resume does not set them.
+
+These are attributes of datasets and of a ``collate_fn``, variables that their code reads, and values that the method
+reads which builds the loaders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from ctypes import Array, _SimpleCData
+from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import ConcatDataset
+
+from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
+from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.held_state import HeldState, changed_names
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.generators.attributes import is_users, names_in, reached
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
+from lightning_stateful.loaders.packed_dataset import PackedDataset
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import reloads_every
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
+
+# Attributes in a checkpoint, and characters of each one's value.
+_MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
+# Values of a list or dict that are looked at, and bytes of an array or tensor.
+_MOST_VALUES, _MOST_BYTES = 1024, 2**22
+# Bytes of a digest.
+_SIZE = 6
+_NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
+# Ends the text of a value that workers share.
+_SHARED = " in shared memory"
+_DEFAULTS = (bool, int, float, str)
+# Stands for the path of a loader with the values that the method reads which builds the loaders.
+BUILD = "train_dataloader()"
+
+
+class DatasetSettings:
+    """Plain values that map-style datasets follow from, and that something else than reading has set.
+
+    They are attributes of a dataset, and of a ``collate_fn`` that is an object; variables of functions, modules and
+    classes of the user's that their code reads; and what the method reads that builds the loaders, if it is called
+    again for later epochs. The values are numbers, strings, arrays and tensors, and lists, tuples, dicts and sets of
+    such. A hook that makes samples harder with every batch sets one, for example. Values that change while the first
+    batch of a pass is read, as counters and caches do, are left out. No method or property of a dataset is called.
+
+    Args:
+        loaders: The loaders, by path.
+        build: Gives the values that the method reads which builds the loaders; None where it is not called again.
+
+    State:
+        By path and name: the value, the value when the latest pass began, and the first one that was set.
+    """
+
+    def __init__(self, loaders: Mapping[str, StatefulLoader], build: Callable[[], dict[str, str]] | None) -> None:
+        self._loaders = loaders
+        # Kept for the run: loaders that are built later may come with another dataset.
+        self._outside = {path: OutsideValues((loader.dataset, loader.collate_fn)) for path, loader in loaders.items()}
+        self._values: dict[str, Callable[[], dict[str, str]]] = {path: partial(self._of, path) for path in loaders}
+        self._values |= {BUILD: build} if build is not None else {}
+        self._built = {path: values() for path, values in self._values.items()}
+        # When the latest pass began, or that in which persistent workers were started.
+        self._at_begin = dict(self._built)
+        # By path and name, the first other value than as built.
+        self._first: dict[str, dict[str, str]] = {path: {} for path in self._values}
+        # Between the beginning of a pass and the first batch that was read of it.
+        self._reading: dict[str, dict[str, str]] = {}
+        self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
+        # Paths of loaders whose persistent workers were warned of.
+        self._said_copies: set[str] = set()
+        # By path and name.
+        self._only_written: dict[tuple[str, str], bool] = {}
+        # What a checkpoint has, and whether training goes on within an epoch.
+        self._expected: dict[str, Mapping[str, Any]] = {}
+        # By path, names of attributes that a user was told of otherwise.
+        self.said: dict[str, set[str]] = {}
+        # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
+        self._as_built: dict[str, set[str]] = {}
+        self._is_within_epoch = False
+        # Paths of loaders of which no pass has begun since a checkpoint was loaded.
+        self._resumed: frozenset[str] = frozenset()
+
+    @property
+    def follows_build(self) -> bool:
+        """Whether values that the method reads which builds the loaders are to be compared with a checkpoint's."""
+        return BUILD in self._expected and BUILD in self._values
+
+    def continue_from(self, before: DatasetSettings) -> None:
+        """Follow what is followed of loaders in whose place these were built, from when the first ones were.
+
+        Of a dataset that was built anew the attributes are others, whatever was set before.
+        """
+        self._is_within_epoch, self._said_copies = before._is_within_epoch, before._said_copies
+        for path in self._values.keys() & before._values.keys():
+            kept = self._kept(path, before)
+            self._built[path] |= {name: before._built[path][name] for name in kept}
+            self._first[path] = {name: value for name, value in before._first[path].items() if name in kept}
+            self._changed_by_reading[path] = before._changed_by_reading[path] & kept
+            self.said[path] = before.said.get(path, set())
+            self._as_built[path] = before._as_built.get(path, set())
+            if path in before._expected:
+                self._expected[path] = {name: of for name, of in before._expected[path].items() if name in kept}
+
+    def _kept(self, path: str, before: DatasetSettings) -> set[str]:
+        """The names of values that are held where they were: attributes of the same dataset, and variables."""
+        names, way = set(before._built[path]), ""
+        if path not in self._loaders or path not in before._loaders:
+            return names
+        mine: Any = self._loaders[path].dataset
+        other: Any = before._loaders[path].dataset
+        while mine is not other and mine is not None:
+            # The dataset of a Subset, say.
+            mine, other, way = (
+                *(getattr(one, "__dict__", {}).get("dataset") for one in (mine, other)),
+                f"{way}dataset.",
+            )
+        variables = self._outside[path].variables()
+        return {name for name in names if name in variables or (mine is not None and name.startswith(way))}
+
+    def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
+        """Compare with a checkpoint when the first pass begins.
+
+        Args:
+            saved: The state in it.
+            is_within_epoch: Whether training goes on within an epoch.
+        """
+        self._expected, self._is_within_epoch = dict(saved), is_within_epoch
+        self._resumed = frozenset(self._loaders)
+        for path in saved.keys() & self._first.keys():
+            self._first[path] = {name: first for name, (_, _, first) in saved[path].items()}
+
+    def note_begin(self, path: str) -> None:
+        """A pass over a loader begins.
+
+        Warns:
+            StatefulWarning: A value is not what it was in the run that wrote the checkpoint; or a hook has set one
+                after persistent workers were started.
+        """
+        # A stream is none of the loaders, and yet one that a method has built.
+        loader = self._loaders.get(path)
+        for of in (path, BUILD):
+            if of in self._values:
+                self._reading[of] = now = self._values[of]()
+                self._warn(of, now)
+                for name in changed_names(self._built[of], now):
+                    self._first[of].setdefault(name, now.get(name, ""))
+                if of == BUILD or loader is None or not (_keeps_workers(loader) and loader._iterator is not None):
+                    self._at_begin[of] = now
+                else:
+                    self._warn_of_copies(of, now)
+
+    def note_build(self) -> None:
+        """The loaders are about to be built anew, after which hooks of the epoch may set values for the next.
+
+        Warns:
+            StatefulWarning: As :meth:`note_begin`.
+        """
+        if BUILD in self._values:
+            self._warn(BUILD, self._values[BUILD]())
+
+    def note_told(self, path: str, names: set[str]) -> None:
+        """A user was told otherwise of attributes of a dataset, which the loaders may be built from as well."""
+        self.said.setdefault(path, set()).update(names)
+        expected = self._expected.get(BUILD, {})
+        self.said.setdefault(BUILD, set()).update(name for name in expected if name.rpartition(".")[2] in names)
+
+    def note_read(self, path: str) -> None:
+        """The first batch of a pass has been read, and no hook was called since :meth:`note_begin`."""
+        for of in (path, BUILD):
+            if (before := self._reading.pop(of, None)) is not None:
+                self._changed_by_reading[of] |= changed_names(before, self._values[of]())
+
+    def note_early_workers(self) -> None:
+        """Training begins; workers of its first epoch may have been started before."""
+        for path in list(self._reading):
+            self.note_read(path)
+
+    def state(self) -> dict[str, dict[str, list[str]]]:
+        """See above; empty where nothing was set."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for path, values in self._values.items():
+            built, began, now = self._built[path], self._at_begin[path], values()
+            changed = changed_names(built, now) | changed_names(built, began) | self._first[path].keys()
+            for name in self._set_by_hooks(path, changed)[:_MOST_ATTRIBUTES]:
+                first = self._first[path].setdefault(name, now.get(name, ""))
+                found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
+        return found
+
+    def _set_by_hooks(self, path: str, changed: set[str]) -> list[str]:
+        """Of values that have changed those that a hook may have set, and that samples may depend on."""
+        built = self._built[path]
+        # What is held by something that was built later, as the samples of a cache are, no hook has set.
+        names = [
+            name
+            for name in sorted(changed - self._changed_by_reading[path])
+            if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
+        ]
+        return [name for name in names if not self._is_only_written(path, name)]
+
+    def note_restored(self) -> None:
+        """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        for path, of in ({} if self._is_within_epoch else self._expected).items():
+            now = self._values[path]() if path in self._values else {}
+            restored = {name for name, (latest, *_) in of.items() if now.get(name, "") == latest}
+            self.said.setdefault(path, set()).update(restored)
+            self._as_built[path] = of.keys() - restored - changed_names(self._built.get(path, {}), now)
+
+    def unlike(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The names of values that are others than in a state, or missing."""
+        now = {path: self._values[path]() for path in saved.keys() & self._values.keys()}
+        return [name for path in now for name, (latest, *_) in saved[path].items() if now[path].get(name, "") != latest]
+
+    def changed(self, path: str) -> str:
+        """Digest of the values of a loader that something else than reading has changed; empty for none."""
+        built, now = self._built[path], self._values[path]()
+        names = changed_names(built, now) - self._changed_by_reading[path]
+        changed = [(name, now.get(name, "")) for name in sorted(names)]
+        return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
+
+    def _is_only_written(self, path: str, name: str) -> bool:
+        """Whether the code that reads samples names a value, and only counts it or writes it down."""
+        if path in self._loaders and (path, name) not in self._only_written:
+            loader = self._loaders[path]
+            of, leaf = (loader.dataset, loader.collate_fn), name.rpartition(".")[2]
+            places = reached({"dataset": of})
+            functions = [place.value for place in places if isinstance(place.value, FunctionType)]
+            is_named = any(leaf in names_in(one.__code__) for one in functions if is_users(one.__module__))
+            is_variable = name in self._outside[path].variables()
+            use = uses_of(of, leaf, is_variable=is_variable, may_be_called=True)
+            self._only_written[path, name] = is_named and not use.uses
+        return self._only_written.get((path, name), False)
+
+    def _of(self, path: str) -> dict[str, str]:
+        """The attributes and variables of a loader's dataset, as they are now."""
+        loader = self._loaders[path]
+        # Plain ones of the class are among the attributes.
+        own = (type(loader.dataset), type(loader.collate_fn))
+        variables = self._outside[path].variables()
+        held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
+        found = {**_attributes(loader), **texts(held)}
+        # An item of a container is not named beside it.
+        followed = _followed(loader, variables).items()
+        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], found)} | found
+
+    def _warn(self, path: str, now: Mapping[str, str]) -> None:
+        loader, built = self._loaders.get(path), self._built[path]
+        is_first, self._resumed = path in self._resumed, self._resumed - {path}
+        if is_first and loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
+            self._warn_of_earlier_copies(path, now)
+        wrong: dict[str, str] = {}
+        counted: list[str] = []
+        # Workers have copies from when their pass began, also of what was set later.
+        in_workers = self._is_within_epoch and loader is not None and loader.num_workers > 0
+        for name, (latest, began, first) in self._expected.pop(path, {}).items():
+            if name in self.said.get(path, ()):
+                continue
+            in_copies = in_workers and not latest.endswith(_SHARED)
+            saved, present = began if in_copies else latest, now.get(name, "")
+            if present != saved and (in_copies or present == built.get(name, "")):
+                wrong[name] = f"{name} was {saved or 'missing'} and is {present or 'missing'}"
+            elif name in self._as_built.get(path, ()):
+                change = f"{name} was {saved or 'missing'}, and went from {built.get(name) or 'missing'} to {present}"
+                if present == first:
+                    # One that goes by the epoch would hardly be what it was in an earlier one.
+                    wrong[name] = change
+                else:
+                    counted.append(change)
+        if counted:
+            rank_zero_info(f"On the resume {'; '.join(counted)}. That is exact if hooks set it by the epoch alone.")
+        if not wrong:
+            return
+        copies = " when the workers of this epoch were started" if in_workers else ""
+        rank_zero_warn(
+            f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
+            f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend "
+            "on them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
+            "on_load_checkpoint or on_train_start.",
+            category=StatefulWarning,
+        )
+
+    def _owner(self, path: str, names: Collection[str]) -> str:
+        """Words for what has some values."""
+        if path not in self._loaders:
+            return "Values that the method reads which builds the training loaders"
+        variables = self._outside[path].variables()
+        if all(_is_among(name, variables) for name in names):
+            return "Variables that the code of the dataset reads"
+        return f"Attributes of the dataset, a {type(_users_of(self._loaders[path].dataset)[0]).__qualname__},"
+
+    def _warn_of_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn once, if persistent workers have copies of values from before a hook set them."""
+        began = self._at_begin[path]
+        names = self._set_by_hooks(path, changed_names(began, now))
+        left = [
+            f"{name} was {began.get(name) or 'missing'} and is {now.get(name) or 'missing'}"
+            for name in names
+            if not now.get(name, "").endswith(_SHARED)
+        ]
+        if left and path not in self._said_copies:
+            self._said_copies.add(path)
+            rank_zero_warn(
+                f"{self._owner(path, names)} were set after the persistent workers of the training loader had been "
+                f"started: {'; '.join(left[:_MOST_ATTRIBUTES])}. The workers go on with their copies from before, as "
+                "with torch alone, and those of a resume start with the values of then. If samples depend on them, "
+                f"{_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+    def _warn_of_earlier_copies(self, path: str, now: Mapping[str, str]) -> None:
+        """Warn, if the persistent workers of the run that wrote the checkpoint had copies of other values than here."""
+        wrong: dict[str, str] = {}
+        saved, built = self._expected.get(path, {}), self._built[path]
+        # What a checkpoint does not have had not changed when workers were started.
+        copies = {name: built.get(name, "") for name in self._set_by_hooks(path, changed_names(built, now))}
+        copies |= {
+            name: began
+            for name, (latest, began, _) in saved.items()
+            if latest != began or now.get(name) != built.get(name)
+        }
+        for name, began in copies.items():
+            present = now.get(name, "")
+            if began != present and not present.endswith(_SHARED):
+                wrong[name] = f"{name} was {began or 'missing'} and is {present or 'missing'}"
+        if wrong:
+            self.said.setdefault(path, set()).update(wrong)
+            rank_zero_warn(
+                f"{self._owner(path, wrong)} were set after the persistent workers had been started in the run that "
+                f"wrote the checkpoint. It read with copies from before, and workers start with others here: "
+                f"{'; '.join(wrong.values())}. If samples depend on them, the resume is not exact: {_NO_COPIES}.",
+                category=StatefulWarning,
+            )
+
+
+def _keeps_workers(loader: StatefulLoader) -> bool:
+    return bool(loader.num_workers and loader.persistent_workers)
+
+
+def builder_of(trainer: pl.Trainer) -> Callable[[], dict[str, str]] | None:
+    """Gives the values that the method of a module reads which builds the training loaders; None without reloads."""
+    source = trainer.fit_loop._data_source
+    is_module = isinstance(source.instance, (pl.LightningModule, pl.LightningDataModule))
+    if not (reloads_every(trainer) and is_module):
+        return None
+    return values_of_builder(source.instance, source.name)
+
+
+def values_of_builder(owner: Any, method: str) -> Callable[[], dict[str, str]]:
+    """Gives the values, as texts, that a method reads which builds loaders."""
+    return partial(_texts_read_by, owner, method)
+
+
+def _texts_read_by(owner: Any, method: str) -> dict[str, str]:
+    return texts(values_read_by(owner, method))
+
+
+def texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Plain values, and containers and arrays of such, as texts or digests; paths and all else are left out."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
+        if text := repr(value) if is_plain else _shown(value) or text_of_function(value):
+            found[name] = _shortened(text)
+    return found
+
+
+def _followed(loader: StatefulLoader, variables: Collection[str]) -> dict[str, str]:
+    """Texts of what the code names that reads and collates samples, but for plain variables."""
+    found: dict[str, str] = {}
+    for number, dataset in enumerate(_users_of(loader.dataset)):
+        values = values_samples_follow(dataset, loader.collate_fn)
+        followed = texts(values)
+        dicts = {name for name in followed if isinstance(values[name], dict)}
+        for name, text in followed.items():
+            if name not in variables and not _is_among(name.rpartition(".")[0], dicts):
+                is_owned = number and not (name.startswith("collate_fn.") or _is_among(name, variables))
+                found[f"{number}.{name}" if is_owned else name] = text
+    return found
+
+
+def _attributes(loader: StatefulLoader) -> dict[str, str]:
+    found: dict[str, str] = {}
+    owners = {f"{number}." if number else "": dataset for number, dataset in enumerate(_users_of(loader.dataset))}
+    # What functions and methods reach may be anything.
+    if not isinstance(loader.collate_fn, (FunctionType, BuiltinFunctionType, MethodType, partial)):
+        owners["collate_fn."] = loader.collate_fn
+    for prefix, owner in owners.items():
+        state = HeldState(owner, containers=False)
+        held = {name: text for name, value in state.attributes() if (text := _shown(value))}
+        held = state.plain() | held
+        found |= {f"{prefix}{name}": _shortened(text) for name, text in held.items()}
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
+    if isinstance(value, SynchronizedBase):
+        value = value.get_obj()
+    if isinstance(value, (_SimpleCData, Array)):
+        held = list(value)[:_MOST_BYTES] if isinstance(value, Array) else value.value
+        return f"{held!r}{_SHARED}" if _is_plain([held]) else ""
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        value = as_array(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
+            return ""
+        return f"an array {hex_digest(np.ascontiguousarray(value).tobytes(), size=_SIZE)} of {value.nbytes} bytes"
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
+    if not isinstance(value, (list, tuple, dict, deque)):
+        return ""
+    # Of many values some, evenly apart.
+    items: Any = list(value.items()) if isinstance(value, dict) else value
+    some = [items[place] for place in spread(len(items), _MOST_VALUES)]
+    if not _is_plain(some):
+        return ""
+    return repr(value) if len(some) == len(items) else f"{len(items)} values, {some!r}"
+
+
+def _is_plain(values: list[Any]) -> bool:
+    """Whether values are plain, or short lists, tuples and dicts of such; of strings no paths."""
+    left, number = list(values), len(values)
+    while left and number <= 2 * _MOST_VALUES:
+        item = left.pop()
+        if isinstance(item, (list, tuple, dict, deque)):
+            number += len(item)
+            left += (item.items() if isinstance(item, dict) else item) if len(item) <= _MOST_VALUES else [object()]
+        elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
+            return False
+    return not left
+
+
+def _is_among(name: str, variables: Collection[str]) -> bool:
+    """Whether a value is one of some variables, or held by one."""
+    return any(name == one or name.startswith(f"{one}.") for one in variables)
+
+
+def _shortened(text: str) -> str:
+    short, is_shared = text.removesuffix(_SHARED), text.endswith(_SHARED)
+    if len(short) > _MOST_CHARACTERS:
+        short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
+    return short + _SHARED * is_shared
+
+
+def _users_of(dataset: Any) -> list[Any]:
+    """The user's datasets within those of this package and torch's ``ConcatDataset``."""
+    if isinstance(dataset, PackedDataset):
+        return _users_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return [user for part in dataset.datasets for user in _users_of(part)]
+    return [dataset]

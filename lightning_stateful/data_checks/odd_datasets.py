@@ -1,0 +1,170 @@
+"""Warns of datasets that hold a Trainer or that loaders share, of shared samplers, and refuses own lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import FunctionType, MethodType
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.core import UNKNOWN
+from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.generators.attributes import names_in, reached
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+
+def warn_of_shared_datasets(combined: CombinedLoaders) -> None:
+    """Warn of one iterable dataset in several loaders; refuse one that is its own iterator.
+
+    Args:
+        combined: The training loaders.
+
+    Raises:
+        ConfigurationError: A dataset that is its own iterator is read by several loaders in this process.
+
+    Warns:
+        StatefulWarning: A dataset is read by several loaders in turn.
+    """
+    found: dict[int, str] = {}
+    for path, loader in combined.loaders.items():
+        dataset = getattr(loader.order, "begun_anew", None)
+        other = path if dataset is None else found.setdefault(id(dataset), path)
+        if other != path and hasattr(dataset, "__next__") and not loader.num_workers:
+            raise ConfigurationError(
+                f"The loaders {other!r} and {path!r} share one {type(dataset).__qualname__} object, which is its "
+                "own iterator: what each of them gets depends on when the other begins. Give each loader a dataset "
+                "of its own."
+            )
+        if other != path:
+            rank_zero_warn(
+                f"The loaders {other!r} and {path!r} read one {type(dataset).__qualname__} object in turn. Of what "
+                "the one changes in it for the other a checkpoint knows nothing, so a resume may not be exact. "
+                "Give each loader a dataset of its own.",
+                category=StatefulWarning,
+            )
+
+
+def warn_of_changed_arguments(changed: Collection[str], where: str) -> None:
+    """Warn of arguments of a loader that were set too late, by their names; of none nothing is said."""
+    if changed:
+        rank_zero_warn(
+            f"{', '.join(changed)} of {where} was set after the Trainer had asked for it, and training goes on with "
+            "what it was then. Let train_dataloader return a loader with the new value, with "
+            "Trainer(reload_dataloaders_every_n_epochs=1), or give a batch_sampler of your own, which is iterated.",
+            category=StatefulWarning,
+        )
+
+
+def warn_of_shared_samplers(combined: CombinedLoaders, *, is_dealt_out: bool) -> None:
+    """Warn of one sampler in several loaders that changes itself while it is iterated.
+
+    A loader of validation is one of them, if it was built before or is built later.
+
+    Args:
+        combined: The training loaders.
+        is_dealt_out: Whether Lightning alone would deal samplers out.
+
+    Warns:
+        StatefulWarning: Loaders share one, for each pair of them.
+    """
+    found: dict[int, str] = {}
+    for path, loader in combined.loaders.items():
+        order = loader.order
+        if not isinstance(order, WrappedSampler) or not order.is_trained_on:
+            continue
+        # Lightning tells samplers the epoch, and no batch samplers.
+        order.memory.note_user(is_trainer=True, is_told_first=not order.whole_batches, is_listed=is_dealt_out)
+        order.memory.note_use(order)
+        if not order.remembers and order.resume_mode != "own_state":
+            continue
+        parts = SamplerParts(order.sampler, order.dataset).samplers
+        shared = [part for part in parts if found.setdefault(id(part), path) != path]
+        if shared:
+            rank_zero_warn(
+                f"The loaders {found[id(shared[0])]!r} and {path!r} share one {type(shared[0]).__qualname__} object "
+                "in samplers that change while they are iterated: what the one gets depends on the passes of the "
+                "other, whose order a checkpoint does not hold. So many resumes will be refused, or not be exact. Give "
+                "each loader a sampler of its own.",
+                category=StatefulWarning,
+            )
+
+
+def warn_of_old_copies(combined: CombinedLoaders) -> None:
+    """Warn of a dataset in persistent workers that holds a Trainer or a LightningModule.
+
+    Workers have a copy of the dataset from when they were started. If they live on, ``trainer.current_epoch`` stays
+    what it was then, and workers that a resume starts have another one.
+
+    Args:
+        combined: The training loaders.
+
+    Warns:
+        StatefulWarning: One does, for each such loader.
+    """
+    for loader in combined.loaders.values():
+        dataset = getattr(loader, "dataset", None)
+        persistent = getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False)
+        found = find_trainer(dataset) if persistent else None
+        if found is None:
+            continue
+        rank_zero_warn(
+            f"The dataset, a {type(dataset).__qualname__}, holds a {type(found).__qualname__}, and persistent workers "
+            "keep the copy of it that they were started with. What the dataset reads there, such as current_epoch, "
+            "stays that of the epoch in which they were started; a resume starts them in a later epoch, and so reads "
+            "something else. Pass persistent_workers=False: then each epoch starts workers with a copy of its own.",
+            category=StatefulWarning,
+        )
+
+
+def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:
+    """The nearest Trainer or LightningModule in attributes, containers and closures of an object; None without one.
+
+    No property and no method of the objects is called. A data module is not looked into where a method of it is held
+    that does not name its trainer, as a transform is.
+    """
+    found = reached({"dataset": dataset}, _may_read_trainer)
+    return next((place.value for place in found if isinstance(place.value, (pl.Trainer, pl.LightningModule))), None)
+
+
+def _may_read_trainer(value: Any) -> bool:
+    """False for a method of a data module that does not name its trainer."""
+    if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningDataModule):
+        return True
+    return isinstance(value.__func__, FunctionType) and "trainer" in names_in(value.__func__.__code__)
+
+
+def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:
+    """Refuse a loader whose own length, by which Lightning alone counts an epoch, is not that of what it gives.
+
+    Raises:
+        ConfigurationError: There is one, and no number of batches limits an epoch.
+    """
+    limit: Any = trainer.limit_train_batches
+    for loader in combined.loaders.values():
+        # Streams know nothing of lengths here, and one that iterates in its own way may end by itself.
+        found = loader.said_length(0) if isinstance(loader, StatefulLoader) else None
+        if found is None:
+            continue
+        name, said = found
+        given = loader.plan(0).num_steps if loader.is_sized else UNKNOWN
+        if said in (given, UNKNOWN) or (isinstance(limit, int) and limit <= min(said, given)):
+            continue
+        says = f"{name} says in its own __len__ that an epoch has {said} batches, and "
+        if given == UNKNOWN:
+            says += f"its {getattr(loader.order, 'name', 'sampler')} has no len()"
+        else:
+            says += f"it gives {given}"
+        if said < given:
+            raise ConfigurationError(
+                f"{says}. Lightning alone would end each epoch there; here it would go on to the end. Pass "
+                f"Trainer(limit_train_batches={said}), or leave __len__ to DataLoader and the sampler."
+            )
+        raise ConfigurationError(
+            f"{says}. Schedules and validations that follow from the number of batches would be others than in "
+            "Lightning alone. Leave __len__ to DataLoader, or correct it."
+        )

@@ -1,0 +1,418 @@
+"""Goes through what objects hold and reach, and tells containers of data from others.
+
+Nothing of their code is called.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial, partialmethod
+from operator import itemgetter
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.generators.rng import GENERATORS
+
+T = TypeVar("T")
+# Objects in longer lists are data; in a very long list some items say what kind of items it holds.
+LONG, VERY_LONG, SPREAD = 1024, 2**16, 4096
+BUILT_IN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+PLAIN = BUILT_IN | {range, np.int64, np.int32, np.float64, np.bool_}
+
+
+LIGHTNINGS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
+
+
+def package_of(kind: Any) -> str:
+    """The package that a class or function is of, such as ``torch``."""
+    return (kind.__module__ or "").partition(".")[0]
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
+    held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                held[name] = object.__getattribute__(value, name)
+    return {name: item for name, item in held.items() if not str(name).startswith(_NOTES)}
+
+
+_NOTES = ("__pl_saved", "__dict__")
+
+
+def defaults_of_class(value: object) -> dict[str, Any]:
+    """Plain attributes of an object's classes but the built-in ones: what it has until others are set on itself."""
+    held = {name: item for kind in reversed(type(value).__mro__) for name, item in _own_items(kind)}
+    return {name: item for name, item in held.items() if type(item) in PLAIN and name[:2] != "__"}
+
+
+def _own_items(kind: type) -> Iterable[tuple[str, Any]]:
+    return vars(kind).items() if is_users(kind.__module__) else ()
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """The variables of functions around a function that it uses, but for those that are not set yet."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def is_data(values: Iterable[Any]) -> bool:
+    """Whether the items of a container are plain, or so many that they are data."""
+    items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)
+    kinds = set(map(type, some(items, VERY_LONG)))
+    return kinds <= PLAIN or (len(items) > LONG and not any(issubclass(kind, GENERATORS) for kind in kinds))
+
+
+def some(values: Sequence[T], most: int) -> Sequence[T]:
+    """All of them, or some thousand evenly apart where there are more than ``most``."""
+    return values if len(values) <= most else values[:: len(values) // SPREAD]
+
+
+# Objects that are looked into, at most, and how deep.
+_MOST_OBJECTS, _MOST_DEEP = 20_000, 24
+# Values that lead to no other object, and containers that lead to none if they are empty.
+_ENDS = PLAIN | {set, frozenset, np.ndarray, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size}
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, deque})
+# Attributes of torch's modules with tensors alone.
+_OF_TENSORS = ("_parameters", "_buffers")
+_LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
+# Objects of these packages, a Trainer or a logger among them, are none of a user's own.
+_LEFT_OUT_PACKAGES = LIGHTNINGS | {"logging", "threading", "multiprocessing", "concurrent"}
+# Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
+Part: TypeAlias = tuple[str, Any, Any, Any]
+
+
+class Place(NamedTuple):
+    """A value that was reached.
+
+    Attributes:
+        path: The names that lead there.
+        value: The value.
+        container: Where it can be looked up again by ``container[key]``, or None.
+        key: Its key there.
+        above: The place of the object that holds it; None for a root.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    container: Any = None
+    key: Any = None
+    above: Place | None = None
+
+
+def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda value: True) -> Iterator[Place]:
+    """Go through what objects reach, the nearest first, in bounded depth and number.
+
+    They are reached through attributes, slots, lists, dicts, partials, closures, bound methods, default arguments,
+    module variables that functions read which are not part of an installed package, functions and attributes of the
+    user's classes, also of those that functions name, and generators that are attributes of other classes. Numbers,
+    strings, arrays and empty containers are left out, and what is held by modules, samplers and loaders of torch, and
+    by objects of Lightning. No property or method is called.
+
+    Args:
+        roots: The objects by name.
+        looks_into: Whether to look into an object.
+
+    Yields:
+        The places: an object that is held in several comes once for each, and is looked into once.
+    """
+    queue = deque(Place((name,), root) for name, root in roots.items())
+    # Kept, so that no other object gets their number.
+    seen: dict[int, Any] = {}
+    while queue and len(seen) < _MOST_OBJECTS:
+        place = queue.popleft()
+        yield place
+        value = place.value
+        kind: Any = type(value)
+        read = _reader_of(kind)
+        # A class is seen once an object of it was, and not by itself.
+        if read is None or id(value) in seen or len(place.path) >= _MOST_DEEP or not looks_into(value):
+            continue
+        seen[id(value)] = value
+        parts = read(value)
+        if id(kind) not in seen:
+            seen[id(kind)] = kind
+            parts += parts_of_class(kind)
+        if len(queue) + len(seen) < _MOST_OBJECTS:
+            queue += [Place((*place.path, name), part, held, key, place) for name, part, held, key in parts]
+
+
+@lru_cache(maxsize=4096)
+def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
+    """The function that reads the parts of objects of a kind; None for what is not looked into."""
+    if issubclass(kind, _LEFT_OUT) or package_of(kind) in _LEFT_OUT_PACKAGES:
+        return None
+    readers: list[tuple[tuple[type, ...], Callable[[Any], list[Part]]]] = [
+        ((FunctionType,), _parts_of_function),
+        ((MethodType,), lambda value: [("self", value.__self__, None, None), ("function", value.__func__, None, None)]),
+        ((BuiltinFunctionType,), lambda value: [("self", value.__self__, None, None)]),
+        ((partial,), lambda value: _numbered((value.func, value.args, value.keywords))),
+        ((dict, list, tuple, deque), _parts_of_container),
+    ]
+    left_out = _OF_TENSORS if issubclass(kind, torch.nn.Module) else ()
+    in_attributes = partial(_parts_in_attributes, left_out=left_out, has_slots=_has_slots(kind))
+    return next((read for kinds, read in readers if issubclass(kind, kinds)), in_attributes)
+
+
+def _has_slots(kind: type) -> bool:
+    return any("__slots__" in vars(one) for one in kind.__mro__)
+
+
+def _numbered(values: Iterable[Any], container: Any = None) -> list[Part]:
+    parts = enumerate(values)
+    return [(str(number), part, container, number) for number, part in parts if type(part) not in _ENDS]
+
+
+def _parts_of_container(value: Any) -> list[Part]:
+    base: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
+    if base is dict:
+        items = [] if is_data(list(dict.values(value))) else enumerate(list(dict.items(value)))
+        named = [(key if type(key) is str else str(number), part, value, key) for number, (key, part) in items]
+        parts = [part for part in named if type(part[1]) not in _ENDS]
+    else:
+        values = list(base.__iter__(value))
+        parts = [] if is_data(values) else _numbered(values, value)
+    # One of a subclass has attributes too.
+    return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value, has_slots=True)
+
+
+def _parts_in_attributes(value: Any, left_out: Collection[str] = (), has_slots: bool = False) -> list[Part]:
+    own = getattr(value, "__dict__", None) or {}
+    held = attributes_of(value) if has_slots else own
+    # Written out, as a model has some ten thousand attributes.
+    found = [
+        (name, part, own if name in own else None, name)
+        for name, part in list(held.items())
+        if (part if type(part) in _CONTAINERS else type(part) not in _ENDS)
+        and type(name) is str
+        and not (name in left_out or name.startswith(_NOTES))
+    ]
+    if len(found) > 1:
+        # A name says where an attribute is, and not when it was set.
+        found.sort(key=itemgetter(0))
+    return found
+
+
+def _parts_of_function(function: FunctionType) -> list[Part]:
+    """Closure, default arguments, variables of its module that it reads, and attributes of a function."""
+    parts: list[Part] = [(name, part, None, None) for name, part in closure_of(function).items()]
+    parts += [(name, part, None, None) for name, part, _, _ in _numbered(function.__defaults__ or ())]
+    defaults, own = function.__kwdefaults__ or {}, vars(function)
+    held = [(defaults, sorted(defaults)), (function.__globals__, _variables_of(function)), (own, sorted(own))]
+    parts += [(name, of[name], of, name) for of, names in held for name in names if type(of[name]) not in _ENDS]
+    return parts + [part for kind in _classes_named_by(function) for part in _parts_named_of(kind, function)]
+
+
+def _classes_named_by(function: FunctionType) -> list[type]:
+    """Classes of the user's among the variables of its module that a function of the user's reads."""
+    held, code = function.__globals__, function.__code__
+    named = [held.get(name) for name in names_in(code)] if is_users(function.__module__) else []
+    classes = [kind for kind in named if isinstance(kind, type) and is_users(kind.__module__)]
+    return [kind for kind in classes if kind.__name__ in variables_in(code)]
+
+
+def _parts_named_of(kind: type, function: FunctionType) -> list[Part]:
+    """What a class has by the names that a function and, in their turn, its methods of such names name."""
+    # One may be made to be called.
+    names, parts = {*names_in(function.__code__), "__call__"}, dict[str, Part]()
+    while found := [part for part in parts_of_class(kind) if part[0] in names and part[0] not in parts]:
+        for part in found:
+            parts[part[0]] = part
+            names |= set(names_in(part[1].__code__)) if isinstance(part[1], FunctionType) else set()
+    return [parts[name] for name in sorted(parts)]
+
+
+def _variables_of(function: FunctionType) -> list[str]:
+    """Variables of its module that a function of the user's reads and that may lead to others."""
+    held, code = function.__globals__, function.__code__
+    named = names_in(code) if is_users(function.__module__) else ()
+    may_lead = [name for name in named if name in held and _may_lead(held[name])]
+    # An attribute may be named as a variable of the module is; to tell them apart takes longer.
+    return [name for name in may_lead if name in variables_in(code)]
+
+
+def _may_lead(value: Any) -> bool:
+    kind: Any = type(value)
+    return kind not in _ENDS and (identity_of(value) is not None or _reader_of(kind) is not None)
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and that of the functions in it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from codes_in(part)
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> list[str]:
+    """The variables and attributes that code names, with those of functions in it."""
+    return sorted({name for one in codes_in(code) for name in one.co_names})
+
+
+@lru_cache(maxsize=4096)
+def variables_in(code: CodeType) -> frozenset[str]:
+    """The variables of its module that code reads, with those of functions in it."""
+    steps = (step for one in codes_in(code) for step in dis.get_instructions(one))
+    return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+def parts_of_class(kind: type) -> list[Part]:
+    """Generators that attributes of a class are or bind; of a user's class also functions, and what may hold some."""
+    parts: list[Part] = []
+    for one in kind.__mro__[:-1]:
+        parts += _parts_in_class(one) if is_users(one.__module__) else _parts_in_installed_class(one)
+    return sorted(parts, key=lambda part: part[0])
+
+
+# What may bind a generator, and is called as a method.
+_BINDING = (partial, partialmethod, MethodType, BuiltinFunctionType)
+
+
+def _parts_in_class(kind: type) -> list[Part]:
+    parts: list[Part] = []
+    for name, part in vars(kind).items():
+        function = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+        function = part.fget if isinstance(part, property) else function
+        if identity_of(part) is not None or (name[:2] != "__" and _may_hold(part) and is_users(kind.__module__)):
+            parts.append((name, part, vars(kind), name))
+        elif isinstance(function, _BINDING) or (isinstance(function, FunctionType) and is_users(function.__module__)):
+            parts.append((name, function, None, None))
+    return parts
+
+
+def _may_hold(part: Any) -> bool:
+    """Whether an attribute of a class is a container or an object, and nothing that is called as a method."""
+    return not (callable(part) or hasattr(type(part), "__get__")) and _may_lead(part)
+
+
+# Those of torch and Lightning have hundreds of attributes, which stay.
+_parts_in_installed_class = lru_cache(maxsize=4096)(_parts_in_class)
+
+
+# Packages whose functions are none of a user's.
+_LIBRARIES = LIGHTNINGS | {"torch", "lightning_stateful", "torchdata", "numpy"} | sys.stdlib_module_names
+
+
+@lru_cache(maxsize=1024)
+def is_users(module: str | None) -> bool:
+    """Whether a module is none of Python's, and of no installed package."""
+    if module is None or module.partition(".")[0] in _LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+# Classes, functions and modules that are looked into, at most.
+_MOST_FOLLOWED = 256
+
+
+def named_outside(value: object) -> dict[str, Any]:
+    """Values outside of an object that the methods of its class name, by names with those of module or class.
+
+    These are attributes of its classes, global variables of their modules, variables of functions around them, and
+    default arguments.
+    Functions and classes that are named are followed, but for those of installed packages that are not the object's
+    own. Of torch's and Lightning's classes nothing is looked at.
+    """
+    left: list[Any] = list(type(value).__mro__)
+    homes = set(map(package_of, left)) - _LIBRARIES
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    while left and len(seen) < _MOST_FOLLOWED:
+        part = left.pop()
+        part = getattr(part, "__func__", getattr(part, "fget", part))
+        if not isinstance(part, (type, FunctionType)) or id(part) in seen:
+            continue
+        if not is_users(part.__module__) and package_of(part) not in homes:
+            continue
+        seen.add(id(part))
+        for name, named in _named_by(part):
+            if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
+                left.append(named)
+            elif (not callable(named) or is_users(type(named).__module__)) and not isinstance(named, ModuleType):
+                found[name] = named
+    return found
+
+
+def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class, or what a function names of its module, of others, and of functions around it."""
+    if isinstance(part, type):
+        own = (item for item in list(vars(part).items()) if not item[0].startswith("__") or callable(item[1]))
+        yield from ((f"{part.__qualname__}.{name}", value) for name, value in own)
+        return
+    names = names_in(part.__code__)
+    modules = [(part.__module__, part.__globals__)]
+    modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
+    for module, held in modules:
+        yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
+    yield from ((f"{part.__qualname__}.{name}", value) for name, value in defaults_of(part).items())
+
+
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    """Default arguments of a function, by name."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+# What a length may be computed with: nothing of this changes plain values, or containers of them.
+_COUNTING = frozenset({"len", "int", "float", "bool", "sum", "max", "min", "abs", "round", "map"})
+_COUNTING_METHODS = frozenset({"values", "keys", "items", "ceil", "floor"})
+_COUNTED = frozenset({list, tuple, dict, set, frozenset, deque})
+
+
+def len_only_reads(value: object) -> bool:
+    """Whether the code of ``len(value)`` is seen to change nothing: False also where that cannot be seen.
+
+    It may read attributes of the object that are plain or hold plain values, or containers of them, count and compute.
+    """
+    kind, held = type(value), getattr(value, "__dict__", {})
+    function = next((vars(of)["__len__"] for of in kind.__mro__ if "__len__" in vars(of)), None)
+    if not isinstance(function, FunctionType) or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    code, before = function.__code__, ("", None)
+    if code.co_freevars or len(code.co_varnames) > 1 or any(isinstance(of, CodeType) for of in code.co_consts):
+        return False
+    for step in dis.get_instructions(code):
+        name = step.argval
+        if step.opname.startswith(("STORE", "DELETE", "IMPORT", "YIELD")):
+            return False
+        if step.opname == "LOAD_GLOBAL":
+            named = function.__globals__.get(name, getattr(builtins, name, None))
+            counts = name in _COUNTING and named is getattr(builtins, name)
+            if not counts and named is not math:
+                return False
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in _COUNTING_METHODS:
+            is_own = before[0].startswith("LOAD_FAST") and not any(name in vars(of) for of in kind.__mro__)
+            if not is_own or name not in held or not _is_counted(held[name]):
+                return False
+        before = step.opname, name
+    return True
+
+
+def _is_counted(value: object) -> bool:
+    """Whether code that counts and computes cannot run code of a user's by this value."""
+    if isinstance(value, np.ndarray):
+        return type(value) is np.ndarray and not value.dtype.hasobject
+    if type(value) not in _COUNTED:
+        return type(value) in PLAIN or type(value) is torch.Tensor
+    items: Any = value.values() if isinstance(value, dict) else value
+    return all(of in PLAIN or of in _COUNTED for of in set(map(type, items)))

@@ -1,0 +1,1 @@
+"""Iterable datasets that divide themselves, and iterables of batches, read as torch reads them."""

@@ -1,0 +1,500 @@
+"""Iterable datasets that divide themselves, and iterables of batches: the batches that one worker of a rank reads."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.generators.rng import OwnRandomness, keep_randomness
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
+from lightning_stateful.iterable_datasets.pass_history import (
+    INEXACT,
+    NUM_FIRST,
+    OTHER_GENERATORS,
+    FirstSamples,
+    KeptGenerators,
+    digest_of_dataset,
+    digest_of_sample,
+    history_of,
+    parts_of,
+)
+from lightning_stateful.iterable_datasets.rank_draws import DrawsInThreads, seed_reads
+from lightning_stateful.samplers.state_codec import from_plain
+from lightning_stateful.stream_nodes.hugging_face import forget_loaded
+from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
+from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
+
+# A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
+_FEW, _SOME_MORE = 1, 3
+# The state of a worker slot before it has read anything.
+FRESH: NodeState = {
+    "batches": 0,
+    "item": 0,
+    "exhausted": False,
+    "over": False,
+    "left_out": 0,
+    "state": None,
+    "since": 0,
+    "first": None,
+    "samples": None,
+    "passes": [],
+    "changes": False,
+    "draws": False,
+    "outside": {},
+    "ended": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableConfig:
+    """Settings by which an iterable dataset is read, pickled into workers together with the dataset.
+
+    Attributes:
+        dataset: The dataset, or the iterable of batches.
+        seed: The user's seed.
+        sample_seed: Seeds torch, NumPy and ``random`` before each batch is read, by (seed, pass, slot, batch of the
+            slot); None to leave them.
+        batch_size: Samples in a batch; None to hand over samples one by one.
+        is_batched: Whether the loader collates batches.
+        drop_last: Leave out the samples of a batch that is not full.
+        gives_batches: Whether it is an iterable of batches, whose samplers are told the epoch too.
+        stays: Whether the same object is read in every pass, and not a copy in a worker that ends with the pass.
+        is_checked: Whether its samples tell that it is read again as before.
+        beginning: The state that it had before anybody read it, as plain data; None if it had none.
+        kinds_alike: Kinds of the process's generators whose seeds are the same on all ranks, those of rank 0.
+        told: Tells the epoch to those that have ``set_epoch``.
+    """
+
+    dataset: Any
+    seed: int = 0
+    sample_seed: int | None = None
+    batch_size: int | None = 1
+    is_batched: bool = True
+    drop_last: bool = False
+    gives_batches: bool = False
+    stays: bool = True
+    is_checked: bool = True
+    beginning: Any = None
+    kinds_alike: frozenset[str] = frozenset()
+    told: list[ToldEpochs] = field(default_factory=list, compare=False)
+    # It finds out its worker from torch.utils.data.get_worker_info().
+    hides_workers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.told:
+            self.told.append(ToldEpochs(self._holders()))
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data to be compared."""
+        described = {"dataset": {"class": self.name}, "seed": self.seed, "drop_last": self.drop_last}
+        return described if self.batch_size is None else {**described, "batch_size": self.batch_size}
+
+    @property
+    def name(self) -> str:
+        """The dataset's class."""
+        return type(self.dataset).__qualname__
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether earlier passes may decide what a pass gives, and no state and no ``set_epoch`` says so."""
+        is_told = has_state(self.dataset) or callable(getattr(self.dataset, "set_epoch", None))
+        return self.stays and not is_told
+
+    def open(self, task: IterableTask) -> IterableSlot:
+        """Open the reader of a worker slot's batches."""
+        return IterableSlot(self, task)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
+        with OwnRandomness(mixed_seed(self.seed, epoch)):  # On all ranks and workers alike.
+            self.told[0].tell(self._holders(), epoch)
+        self.warn_of_others(epoch)
+
+    def warn_of_others(self, epoch: int, *, lives_on: bool = False) -> None:
+        """Warn where somebody else has told the dataset of this process another epoch, and what lives on in workers."""
+        self.told[0].warn(self._holders(), epoch, lives_on=lives_on)
+
+    def _holders(self) -> list[Any]:
+        """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""
+        batches = getattr(self.dataset, "batch_sampler", None) if self.gives_batches else None
+        sampler = getattr(self.dataset, "sampler", None) if self.gives_batches else None
+        return [self.dataset, sampler, getattr(batches, "sampler", None)]
+
+
+class IterableTask(NamedTuple):
+    """The part of a pass that a worker slot is to read.
+
+    Attributes:
+        slot: Its number, ``worker * num_replicas + rank``; where ranks draw alike that of rank 0.
+        worker: Which of its rank's workers it is.
+        rank: Its rank.
+        epoch: The pass.
+        state: Where to begin; None for the beginning of the pass.
+        is_here: Whether its dataset stands there already, so that the pass is just begun.
+        waits: Whether its first turn is left out, because the batch that comes next is that of a later worker.
+        steps_before: 0: a pass is never divided anew.
+    """
+
+    slot: int
+    worker: int
+    rank: int
+    epoch: int
+    state: NodeState | None = None
+    is_here: bool = True
+    waits: bool = False
+    steps_before: int = 0
+
+
+class IterableSlot:
+    """The batches that one worker of a rank reads of an iterable dataset, by ``iter()`` as torch reads it.
+
+    A dataset that stands where the pass begins is just begun. Otherwise it is brought there: by its state, or that of
+    its iterator, as torchdata does; or its earlier passes are begun again, and this one is read up to there.
+
+    Args:
+        config: How the dataset is read.
+        task: What the slot reads.
+
+    State:
+        ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
+        ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``:
+        ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
+        batches ago; of one that is its own iterator, as torchdata has it, the latter alone. ``first``, a digest of the
+        batches since, or of the first one; ``generators``, one of random generators that it holds. Without a state:
+        ``samples``, digests of some samples; ``passes``, of each pass before, in the same process, the batches read, as
+        ``-1 - batches`` if read to its end; ``changes``, whether the end of one of them has changed the dataset;
+        ``draws``, whether samples were drawn from a random generator in it; ``outside``, digests of what passes have
+        changed outside of it, from before the first pass. Before the first batch ``ended``, the same of the pass
+        before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed over).
+
+    Attributes:
+        said: Texts that a user should read, which whoever shows them takes out.
+
+    Raises:
+        ShardError: The dataset could not be brought to a state.
+        Exception: It could not be read; its own error.
+        PositionError: It does not give again what it gave before.
+        StateError: Its state cannot be kept in a checkpoint.
+    """
+
+    goes_on = True
+
+    def __init__(self, config: IterableConfig, task: IterableTask) -> None:
+        self._config, self._dataset, self._task, self.epoch = config, config.dataset, task, task.epoch
+        self._held: NodeState = {**FRESH, **(task.state or {})}
+        self._history = history_of(self._dataset)
+        self._samples: Any = None
+        self._iterator: Any = None
+        self.said: list[str] = []
+        self._threads = DrawsInThreads()
+        self._is_exhausted = False
+        # Samples of a last batch that is not full, left out by drop_last.
+        self._left_out = 0
+        # Of the pass, where that was found to have begun already.
+        self._found: list[Any] = []
+        self._number = 0  # Of the pass, in the history.
+        # The dataset's state after the latest batch, if it is kept from the next one on.
+        self._next_state: NodeState | None = None
+
+    def __iter__(self) -> IterableSlot:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._held["over"]:
+            self._history.is_behind |= self._samples is None and not self._task.is_here
+            raise StopIteration
+        is_brought = self._samples is None and not self._task.is_here
+        try:
+            if self._samples is None:
+                self._open()
+                is_brought = False
+            batch = self._read_batch(self.epoch, self._held["batches"])
+        except Exception as error:
+            where = f"{self._name()} could not be read at its sample {self._held['item']}"
+            if is_brought and not isinstance(error, StateError):
+                kind = StateError if isinstance(error, OF_STATES) else ShardError
+                raise kind(f"{where}, where a state was taken: {type(error).__name__}: {error}") from error
+            # As it is, for a loop that catches it; Python 3.10 has no notes.
+            if hasattr(error, "add_note"):
+                error.add_note(where)
+            raise
+        self._note(batch)
+        if not batch:
+            raise StopIteration
+        return batch
+
+    def state(self) -> NodeState:
+        """The slot's position after the latest batch: plain data that later batches leave as it is."""
+        return self._held
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+        self._samples = self._iterator = None
+
+    def _open(self) -> None:
+        held, is_here = self._held, self._task.is_here and not self._history.is_behind
+        self._history.is_behind = False
+        if not is_here:
+            # The state behind the first batch would be used unproven.
+            again = {**held, "state": None, "since": 1} if self._can_begin_again(held) else held
+            self._bring(again)
+        if self._samples is None:
+            self._begin_pass(self.epoch)
+        if not is_here and again["since"]:
+            self._read_again(again)
+        self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
+        # Beside a state nothing is compared.
+        passes = self._history[: self._number] if self._config.counts_passes else []
+        ended = held["ended"] if held["batches"] < 2 else None
+        self._held = {**held, "ended": ended, "passes": passes, **self._history.noted()}
+
+    def _can_begin_again(self, held: NodeState) -> bool:
+        """Whether the one batch that was given behind a known beginning of the pass can be read again from there."""
+        is_known = not (has_state(self._dataset) and self._config.stays and self.epoch) or held["ended"]
+        return bool(held["batches"] == 1 and held["state"] is not None and is_known)
+
+    def _begin_pass(self, epoch: int) -> None:
+        """Begin a pass as torch does, with the dataset as it stands."""
+        self._config.set_epoch(epoch)
+        self._seed(epoch, 0)
+        if self._history.loaded:
+            forget_loaded(parts_of(self._dataset))
+        self._note_pass()
+        self._set_iterator(iter(self._dataset))
+
+    def _note_pass(self) -> None:
+        self._number = len(self._history)
+        if self._config.counts_passes:
+            self._history.look_outside(self._dataset)
+        self._history.append(0)
+
+    def _set_iterator(self, iterator: Any) -> None:
+        self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
+        # Of a copy that ends with the pass nothing is drawn later.
+        is_looked_at = self._config.stays and self._config.is_checked and has_state(self._dataset)
+        self._generators = KeptGenerators(parts_of(self._dataset) if is_looked_at else [])
+
+    def _bring(self, held: NodeState) -> None:
+        """Bring the dataset to where the pass begins, or to the state in it."""
+        if self._config.counts_passes:
+            self._history.changes = self._history.changes or held["changes"]
+            self._history.draws = self._history.draws or held["draws"]
+            if others := self._history.compare_outside(self._dataset, held["outside"]):
+                self.said.append(f"{self._name()} {others}")
+            with keep_randomness():  # This pass draws from where the process stands, as without the stop.
+                self._begin_earlier_passes(held["passes"])
+        if held["state"] is not None:
+            self._load(held["state"], self.epoch)
+        elif has_state(self._dataset) and held["ended"] is not None and held["ended"]["state"] is not None:
+            self._end_pass_before(held["ended"])
+        elif self._history and self._config.beginning is not None and not held["passes"]:
+            # It was read in this process, and is to begin as one that nobody has read.
+            self._dataset.load_state_dict(from_plain(self._config.beginning))
+
+    def _load(self, state: NodeState, epoch: int) -> None:
+        """Begin a pass at a state, as torchdata does: that of the dataset, ``iter()``, that of the iterator."""
+        self._config.set_epoch(epoch)
+        self._note_pass()
+        self._set_iterator(iterator_at(self._dataset, state))
+
+    def _end_pass_before(self, ended: NodeState) -> None:
+        """Bring the dataset to where the pass before has left it."""
+        epoch, number, since = self.epoch - 1, ended["number"], ended["since"]
+        self._load(ended["state"], epoch)
+        is_same = self._is_read_again(ended, epoch, number)
+        for later in range(number + since, number + since + ended["more"]):
+            if not self._read_batch(epoch, later):
+                break
+        if not since + ended["more"] and not ended["over"] and inspect.isgenerator(self._samples):
+            self.said.append(
+                f"{self._name()} was left behind the first batch of pass {epoch}, with its state of there. A "
+                "generator that uses that state only when it is read begins the next pass with it, so a resume from "
+                "here may not be exact. Let an epoch have more batches than workers, or resume within one."
+            )
+        self._read_samples(ended["left_out"])
+        many = number + since + ended["more"]
+        self._history[self._number] = -1 - many if ended["over"] else many
+        # From a state at its end some begin anew at once, and others once they have found nothing.
+        found = [] if self._is_exhausted or not ended["over"] or not is_same else self._read_samples(1)
+        if found:
+            self._found = found
+        else:
+            self.close()
+
+    def _begin_earlier_passes(self, passes: list[int]) -> None:
+        """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
+        missing = passes[len(self._history) :]
+        are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
+        if missing and self._history.draws and not are_read:
+            self.said.append(
+                f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
+                "again for that, so the resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, "
+                "or give the dataset state_dict and load_state_dict."
+            )
+        for number in missing:
+            epoch, many = len(self._history), number if number >= 0 else -1 - number
+            self._begin_pass(epoch)
+            if are_read:
+                all(self._read_batch(epoch, batch) for batch in range(many + (number < 0)))  # Up to an empty one.
+            else:
+                next(self._samples, None)
+            self._history[-1] = number
+            self.close()
+
+    def _begins_alike(self, most: int) -> bool:
+        """Whether a pass begins in the same way however much of the one before was read, as copies tell.
+
+        Args:
+            most: Batches that a copy reads where the end of a pass changes the dataset.
+        """
+        firsts, outside = [], OutsideValues(self._dataset)
+        if not outside.can_be_restored:
+            return False
+        try:
+            datasets = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
+            copies = [IterableSlot(replace(self._config, dataset=one), self._task) for one in datasets]
+        except Exception:
+            return False
+        for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
+            copied._begin_pass(len(self._history))
+            copied._read_samples(number)
+            many = most if number == _SOME_MORE and self._history.changes else 0
+            all(copied._read_batch(len(self._history), 0) for _ in range(many))
+            copied._begin_pass(len(self._history) + 1)
+            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
+            # A part of it that comes later may have changed.
+            firsts[-1] += [digest_of_dataset(copied._dataset)] if self._history.changes else []
+            outside.restore()
+        return firsts[0] == firsts[1]
+
+    def _read_again(self, held: NodeState) -> None:
+        """Read, and leave out, what was given since the state, or the beginning of the pass."""
+        if self._held["state"] is not None:
+            self._is_read_again(held, self.epoch, held["batches"] - held["since"])
+            if held["state"] is not None and self._is_due(held["state"], held["since"]):
+                self._next_state = self._own_state()
+            return
+        found, first = 0, FirstSamples()
+        for number in range(held["batches"]):
+            batch = self._read_batch(self.epoch, number)
+            if not batch:
+                raise PositionError(
+                    f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
+                    "same data, or resume from another checkpoint."
+                )
+            first = first.behind(batch, found)
+            found += len(batch)
+            self._watch_contents(is_first=not number)
+        if self._config.is_checked:
+            where, is_seeded = f"{self._name()} begins pass {self.epoch}", self._config.sample_seed is not None
+            self.said += first.compare(held["samples"], where, is_as_long=found == held["item"], is_seeded=is_seeded)
+
+    def _is_read_again(self, held: NodeState, epoch: int, number: int) -> bool:
+        """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
+        first = None
+        for later in range(number, number + held["since"]):
+            batch = self._read_batch(epoch, later)
+            if number and first is None:
+                self._history.loaded = digest_of_sample(batch, only_labels=False)
+            first = self._digest_of(batch, first)
+        is_same = not held["since"] or not self._config.is_checked or first == held["first"]
+        if not is_same:
+            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
+        elif self._generators.stand_elsewhere(held.get("generators", "")) and not held.get("more"):
+            self.said.append(f"{self._name()} {OTHER_GENERATORS}")
+        return is_same
+
+    def _read_batch(self, epoch: int, number: int) -> list[Any]:
+        """The samples of a batch; fewer at the end, and then none."""
+        size = 1 if self._config.batch_size is None or not self._config.is_batched else self._config.batch_size
+        if self._is_exhausted:
+            return []
+        self._seed(epoch, number)
+        batch, self._found = self._found, []
+        batch += self._read_samples(size - len(batch))
+        if len(batch) == size or not self._config.drop_last:
+            return batch
+        self._left_out = len(batch)
+        return []
+
+    def _read_samples(self, number: int) -> list[Any]:
+        """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""
+        samples: list[Any] = []
+        try:
+            while len(samples) < number:
+                samples.append(next(self._samples))
+        except StopIteration:
+            self._is_exhausted = True
+        return samples
+
+    def _note(self, batch: list[Any]) -> None:
+        """Note where the slot stands after a batch, or at the end of the pass."""
+        held = self._held
+        number, item = held["batches"] + bool(batch), held["item"] + len(batch)
+        self._history[self._number] = number if batch else -1 - number
+        self.said += self._threads.said(self._name())
+        changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
+        changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
+        self._watch_contents(is_first=not held["batches"])
+        changes |= self._history.noted()
+        if has_state(self._dataset) or has_state(self._iterator):
+            self._compare_with_loaded(batch)
+            changes |= {**self._state_after(batch), **self._generators.noted()}
+        elif self._config.is_checked and batch:
+            changes["samples"] = list(FirstSamples(*held["samples"] or ()).behind(batch, held["item"]))
+        self._held = {**held, **changes}
+
+    def _watch_contents(self, *, is_first: bool) -> None:
+        """Note what the dataset holds after the first batch of a pass, and whether that has changed by its end."""
+        if self._config.counts_passes:
+            is_early = self._held["batches"] < NUM_FIRST
+            self._history.watch(self._dataset, is_first=is_first, is_end=self._is_exhausted, is_early=is_early)
+
+    def _state_after(self, batch: list[Any]) -> NodeState:
+        """A state of the dataset's own, from before the batch but for the first one, and a digest of what is behind."""
+        held = self._held
+        if held["state"] is None:
+            # From some there is none before.
+            return {"state": self._own_state(), "since": 0, "first": self._digest_of(batch, None) if batch else None}
+        if not batch:
+            return {"since": held["since"]}
+        since, next_state = held["since"], self._next_state
+        changes: NodeState = {"since": since + 1, "first": self._digest_of(batch, held["first"] if since else None)}
+        if next_state is not None:
+            changes = {"state": next_state, "since": 1, "first": self._digest_of(batch, None)}
+        state = held["state"] if next_state is None else next_state
+        self._next_state = self._own_state() if self._is_due(state, changes["since"]) else None
+        return {**changes, "ended": None}
+
+    def _compare_with_loaded(self, batch: list[Any]) -> None:
+        """Say if a pass after one that has ended begins where a state was loaded."""
+        begins, is_behind = not self._held["batches"], self._held["batches"] == (self._task.state or {}).get("batches")
+        if (begins or is_behind) and self._config.is_checked and self._history.is_where_loaded(batch) and begins:
+            self.said.append(f"{self._name()} begins pass {self.epoch} where the resume began: {INEXACT}")
+
+    def _own_state(self) -> NodeState:
+        return own_state(self._dataset, self._iterator, self._name())
+
+    def _is_due(self, state: NodeState, since: int) -> bool:
+        return is_due(state, since, None if self._config.gives_batches else self._config.batch_size or 1)
+
+    def _digest_of(self, batch: list[Any], before: str | None) -> str:
+        # Without labels, what is not seeded may be augmented otherwise.
+        return digest_of_sample(batch[:NUM_FIRST], before, only_labels=self._config.sample_seed is None)
+
+    def _seed(self, epoch: int, number: int) -> None:
+        seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)
+        self._threads.note_seeded(self._config.sample_seed)
+
+    def _name(self) -> str:
+        return name_of_slot(self._config, self._task.rank, self._task.worker)
+
+
+def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:
+    """The dataset's class, rank and worker, for errors."""
+    return f"{config.name} (rank {rank})" if config.gives_batches else f"{config.name} (rank {rank}, worker {worker})"

@@ -1,0 +1,183 @@
+"""Whether the ranks of a run draw alike in an iterable dataset, as they would of the generators that a user has left.
+
+A dataset may shuffle by the process's generators and take every n-th file: after ``seed_everything`` all ranks shuffle
+alike in torch, and each file comes once. Where the ranks' generators stand apart, ranks have to draw apart. What it
+draws in threads of its own follows no seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.generators.attributes import is_users
+from lightning_stateful.generators.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
+from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.rank_exchange import exchanged
+
+_SIZE, ALL_KINDS = 8, frozenset(KINDS)
+# Batches of a pass in which draws of threads are looked for, and modules of Python's whose threads run functions.
+_LOOKS, _POOLS = 8, ("concurrent.futures.thread", "multiprocessing.dummy")
+
+
+def where_generators_stand(loader: DataLoader[Any], *, is_alone: bool = False) -> dict[str, str]:
+    """Digests, by kind, of the states of the CPU generators that a pass over a loader depends on in torch.
+
+    Workers are seeded by torch's own generator, or by the loader's, and then by the loader's ``worker_init_fn``.
+
+    Args:
+        loader: The loader.
+        is_alone: There is no other rank to compare them with, so that no worker has to be started to find out.
+    """
+    states = dict(zip(KINDS, Randomness.now().as_texts(), strict=True))
+    if loader.num_workers:
+        own = loader.generator
+        states = {"torch": states["torch"] if own is None else state_of_generator(own)}
+        if loader.worker_init_fn is not None and not is_alone:
+            states = _states_in_worker(loader, states["torch"]) or states
+    return {kind: hex_digest(text.encode(), size=_SIZE) for kind, text in states.items()}
+
+
+def _states_in_worker(loader: DataLoader[Any], seeded_by: str) -> dict[str, str]:
+    """What a worker's generators depend on, by kind, once ``worker_init_fn`` was called; empty where that fails.
+
+    Two workers are started under two seeds, which end before they read anything. A kind that stands alike in both
+    follows from ``worker_init_fn`` alone, others from ``seeded_by`` as well.
+    """
+    found: list[list[str]] = []
+    with TemporaryDirectory() as folder:
+        for seed in range(2):
+            path = Path(folder, str(seed))
+            trial = DataLoader(
+                loader.dataset,
+                num_workers=1,
+                worker_init_fn=_EndsAsBegun(loader.worker_init_fn, path),
+                generator=torch.Generator().manual_seed(seed),
+                multiprocessing_context=loader.multiprocessing_context,
+            )
+            with suppress(Exception):
+                next(iter(trial))
+            if not path.exists():
+                return {}
+            found.append(json.loads(path.read_text()))
+    alike = zip(KINDS, *found, strict=True)
+    return {kind: one if one == other else f"{one} {other} {seeded_by}" for kind, one, other in alike}
+
+
+class _EndsAsBegun:
+    """A ``worker_init_fn`` that calls another one, writes down where generators stand then, and ends the worker.
+
+    Args:
+        function: The other one.
+        path: The file to write.
+    """
+
+    def __init__(self, function: Any, path: Path) -> None:
+        self.function, self.path = function, path
+
+    def __call__(self, worker_id: int) -> None:
+        self.function(worker_id)
+        self.path.write_text(json.dumps(Randomness.now().as_texts()))
+        raise RuntimeError("It reads nothing.")
+
+
+def generators_of_ranks(loader: DataLoader[Any], name: str, timeout: float) -> list[dict[str, str]]:
+    """What :func:`where_generators_stand` finds now on every process, in a loop of the user's own.
+
+    In such a loop nothing of this package has drawn from them before.
+
+    Args:
+        loader: The loader.
+        name: Its dataset's name.
+        timeout: Seconds to wait for the others.
+    """
+    return exchanged(f"generators of {name}", where_generators_stand(loader), timeout=timeout) or []
+
+
+def lightning_seeds_workers(loader: Any) -> bool:
+    """Whether Lightning's Trainer is to seed a loader's workers by rank, after ``seed_everything(workers=True)``."""
+    is_asked = os.environ.get("PL_SEED_WORKERS", "0") not in ("", "0")
+    return bool(is_asked and loader.num_workers and loader.worker_init_fn is None)
+
+
+def kinds_alike(of_ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
+    """The kinds of generators from which ranks are to draw alike, as they stand alike on all.
+
+    Args:
+        of_ranks: What :func:`where_generators_stand` has found on each rank.
+
+    Returns:
+        Some of :data:`~lightning_stateful.generators.rng.KINDS`; all of them where the only one seeds workers.
+    """
+    first = of_ranks[0]
+    found = frozenset(kind for kind in first if all(of.get(kind) == first[kind] for of in of_ranks))
+    return ALL_KINDS if found and found == first.keys() else found & ALL_KINDS
+
+
+class DrawsInThreads:
+    """Notices draws from the process's generators while threads run that a dataset has started.
+
+    Such threads draw as they happen to run, before or after the generators are seeded for a batch. Looked for are
+    threads that run a function of the user's, or are those of a pool, in the first batches of a pass.
+    """
+
+    def __init__(self) -> None:
+        self._others, self._num_left = set(threading.enumerate()), _LOOKS
+        self._seeded: Any = None
+
+    def note_seeded(self, seed: int | None) -> None:
+        """The generators were seeded for a batch, unless the seed is None."""
+        is_looked_at = seed is not None and self._num_left and self._started()
+        self._seeded = Randomness.now().as_texts() if is_looked_at else None
+
+    def said(self, name: str) -> list[str]:
+        """A text if something was drawn since :meth:`note_seeded` while such a thread runs, once.
+
+        Args:
+            name: The dataset's name.
+        """
+        is_found = self._seeded is not None and self._seeded != Randomness.now().as_texts()
+        self._num_left = 0 if is_found else max(self._num_left - 1, 0)
+        if not is_found:
+            return []
+        return [
+            f"{name} runs threads of its own in this process, while random numbers are drawn from the process's "
+            "generators. If a thread draws them, they are others in every run, and after a resume: draw in the "
+            "function that iterates, or from a generator that the thread makes from a seed and the epoch."
+        ]
+
+    def _started(self) -> bool:
+        return any(map(_is_of_users, set(threading.enumerate()) - self._others))
+
+
+def _is_of_users(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    modules = getattr(target, "__module__", None), type(thread).__module__
+    return any(is_users(one) or one in _POOLS for one in modules if one)
+
+
+def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, number: int) -> None:
+    """Seed the process's generators for what a worker slot reads next.
+
+    Args:
+        seed: The seed; None to leave them.
+        kinds: The kinds from which all ranks draw alike; of all of them the slot is one of rank 0.
+        task: The slot's.
+        epoch: The pass.
+        number: The batch of the slot.
+    """
+    if seed is None:
+        return
+    seed_randomness(mixed_seed(seed, epoch, task.slot, number))
+    if kinds and not kinds >= ALL_KINDS:
+        seed_kinds(kinds, mixed_seed(seed, epoch, task.slot - task.rank, number))

@@ -1,0 +1,1 @@
+"""What of the module, its metrics, optimizers and callbacks a resume needs, and Lightning's checkpoints lack."""

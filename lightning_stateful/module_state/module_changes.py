@@ -1,0 +1,384 @@
+"""Changes of a module by callbacks that Lightning's checkpoints do not hold: frozen parameters, masks, averages."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import prune
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loops.lightning import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+    pl,
+)
+from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.module_state import module_flags
+
+_EPOCH_START = "on_train_epoch_start"
+# A tensor's count of changes, by which autograd tells that one was changed in place.
+_COUNT = "_version"
+# Numbers in a buffer up to which it is copied.
+_MOST_NUMBERS = 2**16
+# Weights that are named.
+_MOST_NAMED = 3
+# Kept with the loop, once changed buffers have been named.
+_NAMED = "_named_buffers"
+# WeightAveraging's exchange of weights and averages, before a validation and after it.
+_SWAP = "_swap_models"
+
+
+class _Watched:
+    """Takes the place of a method of a callback during a fit, and counts its calls.
+
+    Args:
+        callback: The callback.
+        name: The method.
+        left_out: Calls to leave out, which were made before the stop.
+    """
+
+    def __init__(self, callback: Any, name: str, left_out: int = 0) -> None:
+        self._callback, self._name, self._left_out = callback, name, left_out
+        self.calls = 0
+        self.epoch = -1
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+        if self._name == _EPOCH_START:
+            self.epoch = args[0].current_epoch
+        if self.calls > self._left_out:
+            getattr(type(self._callback), self._name)(self._callback, *args)
+
+
+def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
+    """Begin to follow what callbacks do to the module, as training begins.
+
+    Args:
+        trainer: The trainer.
+        saved: The state of :func:`changes`, if the run is resumed.
+    """
+    # A fit that failed was not torn down.
+    vars(trainer.fit_loop).pop(_NAMED, None)
+    module_flags.watch(trainer, (saved or {}).get("flags"))
+    begun = iter((saved or {}).get("epoch_begun", ()))
+    for callback in _callbacks(trainer):
+        if isinstance(callback, BaseFinetuning):
+            setattr(callback, _EPOCH_START, _Watched(callback, _EPOCH_START, int(next(begun, False))))
+        elif isinstance(callback, WeightAveraging):
+            setattr(callback, _SWAP, _Watched(callback, _SWAP))
+
+
+def end_watching(trainer: pl.Trainer) -> None:
+    """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
+    module_flags.end_watching(trainer)
+    for name in ("_buffers", "_weights", _NAMED):
+        vars(trainer.fit_loop).pop(name, None)
+    if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
+        handle.remove()
+    for callback in _callbacks(trainer):
+        for name in (_EPOCH_START, _SWAP):
+            if isinstance(vars(callback).get(name), _Watched):
+                delattr(callback, name)
+
+
+def warn_of_averages(trainer: pl.Trainer | None) -> bool:
+    """Whether what is being saved holds averages in place of the weights; with a warning."""
+    if trainer is None or not _holds_averages(trainer):
+        return False
+    rank_zero_warn(
+        "A checkpoint is being written while a callback has put averages in place of the weights, after training or "
+        "within a validation. It is good for evaluation; a resume from it is refused. To resume, keep a checkpoint of "
+        "the training itself, as ModelCheckpoint writes it.",
+        category=StatefulWarning,
+    )
+    return True
+
+
+def _holds_averages(trainer: pl.Trainer) -> bool:
+    if any(map(_has_swapped, _callbacks(trainer))):
+        return True
+    if not trainer.state.finished and trainer.lightning_module._current_fx_name != "on_train_end":
+        return False
+    for callback in _callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            if callback._initialized and trainer.current_epoch > callback.swa_end:
+                return True
+        elif isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            return True
+    return False
+
+
+def _has_swapped(callback: Any) -> bool:
+    """Whether a WeightAveraging callback has put its averages in place of the weights, for a validation."""
+    watched = vars(callback).get(_SWAP)
+    return isinstance(watched, _Watched) and watched.calls % 2 == 1
+
+
+def prepare_loading(trainer: pl.Trainer) -> None:
+    """Make the module double before weights are loaded into it: Lightning does so afterwards, and rounds them."""
+    module: Any = trainer.lightning_module
+    if trainer.precision != "64-true":
+        return
+
+    def convert(*args: Any) -> None:
+        if trainer._checkpoint_connector._loaded_checkpoint:
+            trainer.precision_plugin.convert_module(module)
+
+    # Not at once: in setup callbacks copy the module as it is without a resume. Public since torch 2.5 only. The handle
+    # is kept with the loop.
+    vars(trainer.fit_loop)["_converting"] = module._register_load_state_dict_pre_hook(convert)
+
+
+def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) -> dict[str, Any]:
+    """What callbacks have changed about the module, as plain data of a few bytes; warns of what is counted twice.
+
+    Args:
+        trainer: The trainer; None before there is one.
+        progress: The progress of training as it is saved.
+        started: Batches of the epoch that were given to ``training_step``.
+
+    Returns:
+        ``trainable``: which parameters are trained, and which BatchNorm layers keep statistics, where a BaseFinetuning
+        callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
+        ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
+        a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
+        which submodules are in eval mode.
+    """
+    if trainer is None:
+        return {}
+    found: dict[str, Any] = {}
+    if finetuning := [one for one in _callbacks(trainer) if isinstance(one, BaseFinetuning)]:
+        flags = [part for part, _ in _flags(trainer)]
+        found["trainable"] = [len(flags), zlib.compress(bytes(flags)).hex()]
+        if trainer.lightning_module._current_fx_name == _EPOCH_START:
+            watched = [vars(one).get(_EPOCH_START) for one in finetuning]
+            begun = [isinstance(one, _Watched) and one.epoch == trainer.current_epoch for one in watched]
+            found |= {"epoch_begun": begun} if any(begun) else {}
+    masks = [_digest_of_masks(one, list(_masks(one))) for one in _callbacks(trainer) if isinstance(one, ModelPruning)]
+    if any(masks):
+        found["pruned"] = masks
+    if replaced := _replaced_weights(trainer):
+        found["replaced"] = replaced
+        rank_zero_warn(
+            f"A checkpoint is being written within a validation, and weights of the module ({_some(replaced)}) are "
+            "others than before it: a hook has put averages in their place, say. It is good for evaluation; a resume "
+            "from it goes on with these weights. To resume, keep a checkpoint that is written outside of validations.",
+            category=StatefulWarning,
+        )
+    if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
+        found["flags"] = known
+    _warn_of_buffers(trainer, progress, started)
+    return found
+
+
+def note_weights(trainer: pl.Trainer) -> None:
+    """Note the sums of all weights as a validation begins, ahead of all hooks."""
+    # Kept with the loop.
+    vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
+    module_flags.note_validation(trainer)
+
+
+def _sums_of_weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    parts = {name: getattr(one, "_local_tensor", one) for name, one in trainer.lightning_module.named_parameters()}
+    with torch.no_grad():
+        return {name: part.sum(dtype=torch.float64) for name, part in parts.items() if part.is_floating_point()}
+
+
+def _replaced_weights(trainer: pl.Trainer) -> list[str]:
+    """The first weights that are others than before a validation within training, while it goes on."""
+    at, before = vars(trainer.fit_loop).get("_weights", (None, {}))
+    if not trainer.validating or trainer.sanity_checking or at != next_step(trainer) or _holds_averages(trainer):
+        return []
+    now = _sums_of_weights(trainer)
+    return [name for name, one in before.items() if name in now and one.item() != now[name].item()][:_MOST_NAMED]
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names)}{' and others' if len(names) == _MOST_NAMED else ''}"
+
+
+def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgress) -> None:
+    """Change the module of a resumed run as callbacks had changed it before the stop, or warn of what cannot be.
+
+    Args:
+        trainer: The trainer.
+        saved: What :func:`changes` gave.
+        progress: Where the run goes on.
+    """
+    callbacks = _callbacks(trainer)
+    if replaced := saved.get("replaced"):
+        rank_zero_warn(
+            f"The checkpoint was written within a validation in which weights of the module ({_some(list(replaced))}) "
+            "were others than before it, such as averages. Training goes on with these, so the resume is not exact. "
+            "Resume from a checkpoint that was written outside of validations.",
+            category=StatefulWarning,
+        )
+    if any(isinstance(one, BaseFinetuning) for one in callbacks):
+        _restore_trainable(trainer, saved.get("trainable"), progress)
+    digests = iter(saved.get("pruned", ()))
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning) and not any(True for _ in _masks(callback)):
+            _restore_masks(callback, next(digests, ""), progress)
+
+
+def _restore_trainable(trainer: pl.Trainer, saved: Any, progress: LoopProgress) -> None:
+    """Train again what was trained: on a resume BaseFinetuning freezes all that it freezes at first, for good."""
+    flags = list(_flags(trainer))
+    if saved is not None and saved[0] == len(flags):
+        for (_, (part, name)), value in zip(flags, zlib.decompress(bytes.fromhex(saved[1])), strict=True):
+            setattr(part, name, bool(value))
+        return
+    for callback in _callbacks(trainer):
+        if isinstance(callback, BackboneFinetuning):
+            if progress.epoch + progress.running > callback.unfreeze_backbone_at_epoch:
+                callback.make_trainable(trainer.lightning_module.backbone)
+        elif isinstance(callback, BaseFinetuning) and progress.epoch + progress.running:
+            rank_zero_warn(
+                f"{type(callback).__name__} has frozen parts of the model again, as Lightning does on a resume, and "
+                "the checkpoint does not say what had been unfrozen: that is trained on no more. Unfreeze it in "
+                "on_train_start.",
+                category=StatefulWarning,
+            )
+
+
+def _flags(trainer: pl.Trainer) -> Iterator[tuple[bool, tuple[Any, str]]]:
+    """What BaseFinetuning sets, in the module's order: the value, and the object and name under which it stands."""
+    module = trainer.lightning_module
+    for parameter in module.parameters():
+        yield parameter.requires_grad, (parameter, "requires_grad")
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            yield bool(layer.track_running_stats), (layer, "track_running_stats")
+
+
+def _masks(callback: Any) -> Iterator[torch.Tensor]:
+    """The masks of a ModelPruning callback; none before it has pruned, or after training."""
+    for module, name in callback._parameters_to_prune:
+        if (mask := getattr(module, f"{name}_mask", None)) is not None:
+            yield mask != 0
+
+
+def _originals(callback: Any) -> list[tuple[Any, Any, str]]:
+    """The copies of modules that a lottery ticket goes back to, each with its module and a parameter's name."""
+    layers = (callback._original_layers or {}).values()
+    return [
+        (layer["data"], callback._parameters_to_prune[at][0], name) for layer in layers for at, name in layer["names"]
+    ]
+
+
+def _digest_of_masks(callback: Any, masks: list[torch.Tensor], *, is_shared: bool | None = None) -> str:
+    """A digest of masks, and of the weights that a lottery ticket goes back to; empty without masks.
+
+    Args:
+        callback: The ModelPruning callback.
+        masks: Its masks.
+        is_shared: Whether the copies of weights share the memory of the module's, as they do on one device once
+            Lightning has gone back to them; None to see.
+    """
+    if not masks:
+        return ""
+    originals = _originals(callback)
+    if is_shared is None:
+        pairs = [(getattr(copy, name), getattr(module, f"{name}_orig", None)) for copy, module, name in originals]
+        is_shared = bool(pairs) and all(now is not None and one.data_ptr() == now.data_ptr() for one, now in pairs)
+    found = hashlib.sha256()
+    for mask in masks:
+        found.update(mask.cpu().numpy().tobytes())
+    for copy, _, name in () if is_shared else originals:
+        found.update(repr(getattr(copy, name).detach().double().sum().item()).encode())
+    return ("shared " if is_shared else "") + found.hexdigest()[:16]
+
+
+def _restore_masks(callback: Any, digest: str, progress: LoopProgress) -> None:
+    """Mask again what was pruned: a checkpoint of ModelPruning has zeros in place of masks."""
+    pruned, is_shared = callback._parameters_to_prune, digest.startswith("shared ")
+    masks = [getattr(module, name).detach() != 0 for module, name in pruned]
+    if digest and _digest_of_masks(callback, masks, is_shared=is_shared) == digest:
+        for (module, name), mask in zip(pruned, masks, strict=True):
+            prune.custom_from_mask(module, name, mask)  # type: ignore[no-untyped-call]
+        for copy, module, name in _originals(callback) if is_shared else ():
+            getattr(copy, name).data = getattr(module, f"{name}_orig").data
+    elif digest or (progress.epoch and not all(mask.all() for mask in masks)):
+        rank_zero_warn(
+            "ModelPruning's masks are not in Lightning's checkpoints, and do not follow from this one's weights, or "
+            "the weights that it goes back to are others (seed_everything): what was pruned is trained on again until "
+            "it prunes next, and the resume is not exact.",
+            category=StatefulWarning,
+        )
+
+
+def note_buffers(trainer: pl.Trainer) -> None:
+    """Note the module's buffers before the first batch of a window of accumulated gradients."""
+    window = trainer.accumulate_grad_batches
+    if window > 1 and (at := next_step(trainer))[1] % window == 0:
+        buffers = dict(trainer.lightning_module.named_buffers())
+        # Kept with the loop.
+        vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(buffer) for name, buffer in buffers.items()}
+
+
+def _noted(buffer: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """A buffer, how often it was changed, and a copy of a small one, as ``buffer.data`` may be changed uncounted."""
+    return buffer, getattr(buffer, _COUNT), buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
+
+
+def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """The saved buffers that batches of an open window have changed: BatchNorm's statistics, a queue, an average."""
+    module = trainer.lightning_module
+    at, noted = vars(trainer.fit_loop).get("_buffers", (None, {}))
+    if at != (progress.epoch, progress.batch):
+        # In validation all layers are in eval mode, and Lightning remembers which were not.
+        modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
+        layers = {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
+        trained = [name for name, one in layers.items() if one.track_running_stats and modes.get(name, one.training)]
+        return [f"{name}.running_mean".lstrip(".") for name in trained]
+    saved = module.state_dict().keys()
+    now = {name: buffer for name, buffer in module.named_buffers() if name in saved and name in noted}
+    return [name for name, buffer in now.items() if _is_changed(buffer, *noted[name])]
+
+
+def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
+    if copied is not None:
+        return now.shape != copied.shape or now.device != copied.device or not torch.equal(now, copied)
+    return now is not was or getattr(now, _COUNT) != version
+
+
+def _is_within(progress: LoopProgress, started: int) -> bool:
+    """Whether a batch has begun that a resume trains on again."""
+    return progress.running and not progress.ended and started > progress.batch
+
+
+def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
+    """Warn of buffers, such as BatchNorm's statistics, that hold batches which a resume trains on again."""
+    if not _is_within(progress, started) or trainer.fit_loop._skip_backward:
+        return
+    kept = vars(trainer.fit_loop)
+    if not kept.get(_NAMED) and (changed := _changed_buffers(trainer, progress)):
+        kept[_NAMED] = True
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        at = f"batch {progress.batch} of epoch {progress.epoch}"
+        when, what, held = f"after {at} has begun", "it", "it"
+        if trainer.accumulate_grad_batches > 1:
+            when = f"within the window of accumulated gradients that began with {at}"
+            what, held = "its batches", "them"
+        rank_zero_warn(
+            f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
+            f"{what} again, and buffers of the module ({', '.join(changed[:3])}{more}) then hold {held} twice. Save in "
+            "on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the first "
+            "such checkpoint.",
+            category=StatefulWarning,
+        )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks

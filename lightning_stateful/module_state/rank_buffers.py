@@ -1,0 +1,239 @@
+"""Buffers of the module that each rank has for itself, of a checkpoint whose ``state_dict`` has those of one rank.
+
+DDP gives all ranks those of rank 0 before a forward pass, but not under manual optimization, nor with
+``broadcast_buffers=False``, nor those that the module tells it to ignore.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loops.lightning import WeightAveraging, pl
+from lightning_stateful.loops.loop_progress import num_started
+from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.samplers.fingerprint import as_array, hex_digest
+from lightning_stateful.samplers.rank_exchange import post, posted
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+
+# Under what name ranks show each other their buffers.
+_POSTED = "buffers of the module"
+# Bytes of the buffers of a rank up to which they are kept, the smallest first, and of those of all ranks.
+_MOST, _MOST_OF_ALL = 2**20, 2**26
+_REMEDY = (
+    "Let them be equal on all ranks: BatchNorm by Trainer(sync_batchnorm=True), a queue by what self.all_gather gives "
+    "of all ranks."
+)
+# By rank the buffers, as plain data, that are others than in state_dict, None for those that are not kept; None of a
+# rank of which that is not known.
+OfRanks = list[dict[str, Any] | None]
+
+
+class RankBuffers:
+    """Compares the module's buffers over all ranks as a checkpoint is written."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+        self._has_warned = False
+        self._broadcast: _Broadcast | None = None
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Note how DDP broadcasts buffers: when training is over, Lightning has taken it off the module."""
+        self._broadcast = _broadcast_of(trainer) or self._broadcast
+
+    def show(self, trainer: pl.Trainer, progress: LoopProgress) -> str:
+        """Show other ranks the buffers of this one that DDP does not overwrite before the next batch.
+
+        Returns:
+            A digest of them; empty where there are none.
+        """
+        self.note(trainer)
+        buffers = {} if self._broadcast is None else _own_buffers(trainer, progress, self._broadcast)
+        self._digests = {name: _digest(one) for name, one in buffers.items()}
+        if not buffers:
+            return ""
+        if trainer.global_rank:
+            left, values = _most_bytes(trainer.world_size), {}
+            for name, one in sorted(buffers.items(), key=lambda item: item[1].nbytes):
+                if (left := left - one.nbytes) < 0:
+                    break
+                values[name] = to_plain(one, name, "module")
+            post(_POSTED, [self._digests, values])
+        return _digest_of_all(self._digests)
+
+    def of_ranks(self, trainer: pl.Trainer, digests: Sequence[str | None]) -> OfRanks:
+        """The buffers of each rank that are others than those of this one; nothing where there are none.
+
+        Args:
+            trainer: The trainer.
+            digests: What :meth:`show` has returned on each rank; None where that is not known.
+
+        Warns:
+            StatefulWarning: There are more of them than a checkpoint keeps, for the first time.
+        """
+        own = digests[trainer.global_rank]
+        if not own or set(digests) == {own}:
+            return []
+        shown = posted(_POSTED) if trainer.global_rank == 0 else [None] * len(digests)
+        found = [
+            {} if digest == own else self._unlike_own(digest, of_rank)
+            for digest, of_rank in zip(digests, shown, strict=True)
+        ]
+        if (large := _not_kept(found)) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"Buffers of the module ({_some(large)}) differ between ranks, and are more than the "
+                f"{_most_bytes(trainer.world_size)} bytes a rank that a checkpoint keeps. Its state_dict has those of "
+                f"rank 0, with which a resume goes on, inexactly, on all ranks. {_REMEDY} This is said once a run, of "
+                "the first such checkpoint.",
+                category=StatefulWarning,
+            )
+        return found
+
+    def _unlike_own(self, digest: str | None, shown: Any) -> dict[str, Any] | None:
+        """What another rank has shown, where it is of this save, without what is as on this rank."""
+        if shown is None or _digest_of_all(shown[0]) != digest:
+            return None
+        digests, values = shown
+        return {name: values.get(name) for name, one in digests.items() if self._digests.get(name) != one}
+
+
+def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
+    """Give this rank the buffers that it had, once the module has those of ``state_dict``.
+
+    Args:
+        trainer: The trainer.
+        saved: What :meth:`RankBuffers.of_ranks` has returned.
+
+    Warns:
+        StatefulWarning: Some are not kept, or not those of this module, or the ranks are others.
+    """
+    ddp: Any = trainer.strategy.model
+    names = sorted({name for of_rank in saved for name in of_rank or ()})
+    if saved and (len(saved) != trainer.world_size or not isinstance(ddp, DistributedDataParallel)):
+        if names or None in saved:
+            written, now = f"{len(saved)} ranks under DDP", f"{trainer.world_size} under {_strategy(trainer)}"
+            _warn_of_lost(_some(names), f"it was written on {written}, and this run has {now}", rank_zero=True)
+        return
+    _warn_of_unknown(trainer, saved)
+    if not names:
+        return
+    buffers = _buffers(trainer)
+    kept = {name: from_plain(one) for name, one in (saved[trainer.global_rank] or {}).items() if one is not None}
+    fitting = {name for name, one in kept.items() if name in buffers and buffers[name].shape == one.shape}
+    with torch.no_grad():
+        for name in fitting:
+            buffers[name].copy_(kept[name])
+    if any(
+        one is not None and name not in ddp.parameters_to_ignore for of in saved for name, one in (of or {}).items()
+    ):
+        # On all ranks alike: a new DDP gives all of them those of rank 0 before its first forward pass.
+        ddp.require_forward_param_sync = False
+    if unfitting := sorted(kept.keys() - fitting):
+        _warn_of_lost(_some(unfitting), "the module has none of this name and shape")
+
+
+class _Broadcast(NamedTuple):
+    """Whether DDP broadcasts buffers before the next forward pass, before others, and which it leaves alone."""
+
+    is_next: bool
+    is_on: bool
+    ignored: frozenset[str]
+
+
+def _broadcast_of(trainer: pl.Trainer) -> _Broadcast | None:
+    """How DDP broadcasts buffers; None of a single rank, and of other strategies."""
+    ddp = trainer.strategy.model
+    if trainer.world_size == 1 or not isinstance(ddp, DistributedDataParallel):
+        return None
+    # Under manual optimization Lightning lets it do so before the first batch of all.
+    is_on = bool(ddp.broadcast_buffers and trainer.lightning_module.automatic_optimization)
+    return _Broadcast(is_on and ddp.require_forward_param_sync, is_on, frozenset(ddp.parameters_to_ignore))
+
+
+def _own_buffers(trainer: pl.Trainer, progress: LoopProgress, broadcast: _Broadcast) -> dict[str, torch.Tensor]:
+    """The saved buffers of this rank that DDP does not overwrite with those of rank 0 before the next batch."""
+    # A resume begins an open window again, with a forward pass that DDP broadcasts before.
+    begins_again = progress.running and not progress.ended and num_started(trainer) > progress.batch
+    buffers = _buffers(trainer)
+    if broadcast.is_next or (broadcast.is_on and begins_again):
+        # DDP broadcasts those of averages, too, while a validation has them in the module.
+        buffers = {name: one for name, one in buffers.items() if name in broadcast.ignored}
+    saved = {prefix + name for prefix, one in _modules(trainer).items() for name in one.state_dict()} if buffers else ()
+    return {name: one for name, one in buffers.items() if name in saved and _is_readable(one)}
+
+
+def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """All buffers by name, those of averages too."""
+    return {prefix + name: one for prefix, of in _modules(trainer).items() for name, one in of.named_buffers()}
+
+
+def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
+    """The module, and its averages that WeightAveraging callbacks hold, by what stands before names of buffers."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    averages = {
+        f"{type(one).__name__}.": one._average_model.module
+        for one in callbacks
+        if isinstance(one, WeightAveraging) and one._average_model is not None
+    }
+    return {"": trainer.lightning_module, **averages}
+
+
+def _is_readable(buffer: torch.Tensor) -> bool:
+    """Whether its numbers can be read as they are; others are left alone."""
+    is_plain = type(buffer) in (torch.Tensor, torch.nn.Parameter) and buffer.layout == torch.strided
+    return is_plain and not (buffer.is_meta or buffer.is_quantized)
+
+
+def _digest(buffer: torch.Tensor) -> str:
+    return hex_digest(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), as_array(buffer).tobytes())
+
+
+def _digest_of_all(digests: dict[str, str]) -> str:
+    return hex_digest(repr(digests).encode())
+
+
+def _most_bytes(num_ranks: int) -> int:
+    """Bytes of its buffers that a checkpoint keeps of each rank."""
+    return min(_MOST, _MOST_OF_ALL // num_ranks)
+
+
+def _not_kept(of_ranks: OfRanks) -> list[str]:
+    """Names of the buffers that differ and are not kept."""
+    return sorted({name for of_rank in of_ranks for name, one in (of_rank or {}).items() if one is None})
+
+
+def _warn_of_unknown(trainer: pl.Trainer, saved: OfRanks) -> None:
+    """Warn of buffers that the checkpoint does not have of each of these ranks."""
+    if large := _not_kept(saved):
+        size = _most_bytes(trainer.world_size)
+        _warn_of_lost(_some(large), f"they were more than the {size} bytes a rank that it keeps", rank_zero=True)
+    if unknown := [rank for rank, of_rank in enumerate(saved) if of_rank is None]:
+        _warn_of_lost("", f"ranks {unknown[:8]} have not shown theirs to the rank that wrote it", rank_zero=True)
+
+
+def _warn_of_lost(names: str, why: str, *, rank_zero: bool = False) -> None:
+    """Warn of buffers that a resume does not give back to each rank."""
+    warn = rank_zero_warn if rank_zero else partial(warnings.warn, stacklevel=2)
+    warn(
+        f"Buffers of the module{names and f' ({names})'} differed between ranks where the checkpoint was written, or "
+        f"may have, and it does not have those of each of these ranks: {why}. The resume goes on with those in its "
+        f"state_dict, and is not exact. {_REMEDY}",
+        category=StatefulWarning,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _strategy(trainer: pl.Trainer) -> str:
+    return type(trainer.strategy).__name__

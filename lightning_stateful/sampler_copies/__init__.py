@@ -1,0 +1,1 @@
+"""What a user's sampler holds: copied, compared, and told of other ranks."""

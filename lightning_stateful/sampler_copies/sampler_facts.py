@@ -1,0 +1,119 @@
+"""Facts that trying a copy of a user's sampler shows: what it yields, and the way its items come to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.sampler_copies.sampler_ranks import Setting
+
+ResumeMode = Literal["fast_forward", "own_state"]
+
+
+@dataclass(kw_only=True)
+class SamplerFacts:
+    """The facts that a trial of a copy of a sampler has shown.
+
+    Attributes:
+        first: The first item of epoch 0, or None.
+        begins: Digest of how epoch 0 begins.
+        notes: Digests of items of epoch 0 by index, as passes note them.
+        marks: Digests of epoch 0 up to some items, by their number, for other ranks to compare.
+        says: Items of an epoch by its ``len()``; None where it has none.
+        length: Items of epoch 0; None for more than a million, or one that could not be drawn to its end.
+        counts_down: Whether ``len()`` changes while items are drawn, so that only before the first it tells how many.
+        changes_in_len: Whether ``len()`` changes it, as by a plan that it makes: copies are asked in its place.
+        draws_in_len: Whether ``len()`` draws random numbers, or may.
+        seconds: How long that took.
+        told_in: How long it took to tell it the epoch.
+        begins_in: How long it took to tell it the epoch, and to draw its first 64 items.
+        asks: Whether it asks torch.distributed for its rank.
+        remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
+        remembers_told: Whether what it yields depends on the epochs that it was told before.
+        adds_up: Whether what it yields depends on how often ``set_epoch`` was called.
+        hands_epoch_on: Whether it tells its dataset, or what else copies share with it, the epochs that it is told.
+        ends_late: Whether a pass changes the sampler behind the last item that ``len()`` says.
+        is_harmless: Whether a pass changes the sampler, but not how the next one begins.
+        apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
+        writes_files: Whether it writes files, so that no copy may be iterated while it is.
+        unseen: Types of objects in its items of which nothing more is compared.
+        contents: Digest of what the sampler held then, to tell whether it was changed since.
+        told: Digest of what the copy held that was told epoch 0; empty if it is told none.
+        leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
+        error: The reason why it could not be tried; empty if it was.
+        fresh: A copy of one that remembers, as it was before anybody has iterated it.
+    """
+
+    first: Any = None
+    begins: str = ""
+    notes: dict[int, str] = field(default_factory=dict)
+    marks: dict[int, str] = field(default_factory=dict)
+    says: int | None = None
+    length: int | None = None
+    counts_down: bool = False
+    changes_in_len: bool = False
+    draws_in_len: bool = False
+    seconds: float = 0.0
+    told_in: float = 0.0
+    begins_in: float = 0.0
+    asks: bool = False
+    remembers: bool = False
+    remembers_told: bool = False
+    adds_up: bool = False
+    hands_epoch_on: bool = False
+    ends_late: bool = False
+    is_harmless: bool = False
+    apart_in: int | None = None
+    writes_files: bool = False
+    unseen: list[str] = field(default_factory=list)
+    contents: str = ""
+    told: str = ""
+    leads_back: bool = False
+    error: str = ""
+    fresh: Any = None
+
+    @property
+    def sequence(self) -> str:
+        """Digests of how epoch 0 begins, and of all of it where its ``len()`` says how long it is; empty if untried."""
+        whole = self.marks.get(self.length or 0) if self.says is not None else None
+        return self.begins if whole is None else f"{self.begins}-{whole}"
+
+
+class RankDraws(NamedTuple):
+    """Draws that are other ones on each rank, because generators stand otherwise there.
+
+    Attributes:
+        rank: The rank.
+        kinds: Which generators: ``"held"`` for those that a sampler holds, and kinds of those of the process.
+    """
+
+    rank: int
+    kinds: frozenset[str]
+
+    def seed_of(self, seed: int) -> int:
+        """Their seed, where ``seed`` is that of draws that are alike on all ranks."""
+        return loader_seed(seed, f"@{self.rank}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """The way a sampler's items come to ranks.
+
+    Attributes:
+        is_own: Whether each rank iterates its own sampler, and nothing is dealt out.
+        draws: What each rank draws for itself; None for nothing.
+        settings: Attributes that are set on the sampler while it is iterated, to tell it of one rank.
+        answers: Whether torch.distributed answers it that there is one rank.
+        facts: What trying a copy that was told of one rank has shown; None where it is not told.
+        begins: Digest of how epoch 0 begins; of each rank where these are their own.
+        note: A sentence for the log; empty if there is nothing to say.
+    """
+
+    is_own: bool = False
+    draws: RankDraws | None = None
+    settings: tuple[Setting, ...] = ()
+    answers: bool = False
+    facts: SamplerFacts | None = None
+    begins: str | list[str] = ""
+    note: str = ""

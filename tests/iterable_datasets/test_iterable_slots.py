@@ -1,0 +1,361 @@
+"""Worker slots of iterable datasets: states of all kinds, passes begun again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithState, Numbers, OnIterator, Tokens
+
+from lightning_stateful.errors import PositionError, StateError
+from lightning_stateful.generators.rng import keep_randomness
+from lightning_stateful.iterable_datasets.iterables import IterableConfig, IterableSlot, IterableTask
+from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    with keep_randomness():
+        yield
+
+
+def slot_of(dataset: Any, state: Any = None, epoch: int = 0, **config: Any) -> IterableSlot:
+    """A slot at the beginning of a pass, or where a state was taken."""
+    task = IterableTask(0, 0, 0, epoch, json.loads(json.dumps(state)), is_here=state is None)
+    return IterableConfig(**{"dataset": dataset, "sample_seed": 1, "batch_size": 2, **config}).open(task)
+
+
+class Rich(GoesOnWithState):
+    """Its state has what JSON does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": np.int64(self.at), 3: (1, b"\0"), "t": torch.tensor([self.at]), "s": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["at"], np.int64)
+        assert (state[3], state["s"]) == ((1, b"\0"), {1, 2})
+        self.at = int(state["t"])
+
+
+class OnBoth(OnIterator):
+    """The dataset has a state too, in which the position is not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": self.num_passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_passes = state["files"] - 1
+
+
+@pytest.mark.parametrize("kind", [Rich, OnBoth, OnIterator, ItselfWithState, Tokens, Numbers])
+def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
+    slot = slot_of(kind())
+    first = [next(slot) for _ in range(2)]
+    state = slot.state()
+    saved = json.dumps(state)
+    following = next(slot)
+
+    resumed = slot_of(kind(), state)
+    assert next(resumed) == following != first[-1]
+    assert json.dumps(state) == saved
+
+
+@pytest.mark.parametrize("kind", [Rich, OnIterator])
+def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
+    slot = slot_of(kind())
+    next(slot), next(slot)
+    with pytest.raises(StateError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
+        next(slot_of(Numbers(), slot.state()))
+
+
+class EpochAlone(GoesOnWithState):
+    """Saves its epoch, and not its position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.share())
+
+
+class NotHeeded(EpochAlone):
+    """Loads its position, and ``iter()`` does not look at it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.share():
+            self.at += 1
+            yield number
+
+
+class Buffered(Tokens):
+    """Its buffer is not in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": []}
+
+
+@pytest.mark.parametrize("kind", [EpochAlone, NotHeeded, Buffered])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_own_state_that_leads_to_other_samples_is_told(kind: Any, number: int) -> None:
+    slot = slot_of(kind())
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(kind(), slot.state())
+    is_same = next(resumed, None) == next(slot, None)
+    assert is_same or "not exact. Its own state_dict and load_state_dict leave something out" in "".join(resumed.said)
+    silent = slot_of(kind(), slot.state(), is_checked=False)
+    next(silent, None)
+    assert not silent.said
+
+
+class Shuffled(Numbers):
+    """Shuffles each pass by a generator that goes on, which its state leaves out or has."""
+
+    def __init__(self, *, in_state: bool) -> None:
+        self.generator, self.in_state = np.random.default_rng(2), in_state
+        self.order: list[int] = []
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.at:
+            self.order = self.generator.permutation(8).tolist()
+        while self.at < 8:
+            self.at += 1
+            yield self.order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"at": self.at, "order": self.order}
+        return {**state, "generator": self.generator.bit_generator.state} if self.in_state else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.order = state["at"], list(state["order"])
+        if self.in_state:
+            self.generator.bit_generator.state = state["generator"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_state_without_the_generator_of_later_passes_is_told(number: int) -> None:
+    for in_state in (False, True):
+        slot = slot_of(Shuffled(in_state=in_state))
+        for _ in range(number):
+            next(slot)
+        state = slot.state()
+        resumed = slot_of(Shuffled(in_state=in_state), state)
+        assert next(resumed) == next(slot)
+        # The pass that it draws for one batch is begun again.
+        said = ["holds a random generator that does not stand where" in one for one in resumed.said]
+        assert said == [True] * (not in_state and number > 1)
+        silent = slot_of(Shuffled(in_state=in_state), state, is_checked=False)
+        next(silent)
+        # Of a copy that ends with the pass nothing is drawn later.
+        of_copy = slot_of(Shuffled(in_state=in_state), state, stays=False)
+        next(of_copy)
+        assert not silent.said
+        assert not of_copy.said
+
+
+class InThread(Numbers):
+    """Reads ahead in a thread, or in a pool, and draws there or where it is iterated."""
+
+    def __init__(self, *, draws_there: bool, in_pool: bool = False) -> None:
+        self.draws_there, self.in_pool = draws_there, in_pool
+
+    def __iter__(self) -> Iterator[Any]:
+        samples: queue.Queue[Any] = queue.Queue(2)
+
+        def fill() -> None:
+            for number in range(8):
+                samples.put(number + random.random() if self.draws_there else number)
+
+        if self.in_pool:
+            # Not at an end of its own: the pool waits for its function.
+            ThreadPoolExecutor(1).submit(fill)
+        else:
+            threading.Thread(target=fill, daemon=True).start()
+        for _ in range(8):
+            yield samples.get()
+
+
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
+    for draws_there in (False, True):
+        slot = slot_of(InThread(draws_there=draws_there, in_pool=in_pool))
+        assert len(list(slot)) == 4
+        assert [("runs threads of its own in this process" in one) for one in slot.said] == [True] * draws_there
+    unseeded = slot_of(InThread(draws_there=True, in_pool=in_pool), sample_seed=None)
+    assert len(list(unseeded)) == 4
+    assert not unseeded.said
+
+
+def test_a_state_that_is_no_plain_data_is_refused() -> None:
+    class Odd(GoesOnWithState):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": object()}
+
+    with pytest.raises(StateError, match=r"Odd \(rank 0, worker 0\) gave nothing that can be kept"):
+        next(slot_of(Odd()))
+
+
+def test_a_state_dict_that_takes_arguments_is_refused_with_what_to_do() -> None:
+    class OfItsOwnLoader(GoesOnWithState):
+        """As LitData's and MosaicML's."""
+
+        def state_dict(self, num_samples_yielded: int, num_workers: int = 0) -> dict[str, Any]:  # type: ignore[override]
+            return {"at": num_samples_yielded}
+
+    with pytest.raises(StateError) as caught:
+        next(slot_of(OfItsOwnLoader()))
+    said = str(caught.value)
+    assert "OfItsOwnLoader (rank 0, worker 0) takes arguments (num_samples_yielded)" in said
+    assert "which only the loader of its own package knows" in said
+    assert "give it, in a subclass, a state_dict() without arguments" in said
+    assert "train on an iterable that is no DataLoader and holds that loader" in said
+
+
+def test_a_state_dict_that_raises_a_type_error_of_its_own_is_refused_as_any() -> None:
+    class Raises(GoesOnWithState):
+        def state_dict(self, prefix: str = "") -> dict[str, Any]:
+            raise TypeError("its own")
+
+    with pytest.raises(StateError, match="gave nothing that can be kept in a checkpoint: TypeError: its own"):
+        next(slot_of(Raises()))
+
+
+def test_an_endless_source_without_state_is_read_again_from_its_first_pass_where_it_goes_on() -> None:
+    class Held(GoesOn):
+        """Cannot be copied to find out."""
+
+        def __init__(self) -> None:
+            self.made = 0
+            self.source = iter(lambda: self.made, -1)
+
+        def __iter__(self) -> Iterator[Any]:
+            for number in super().__iter__():
+                self.made += 1
+                yield number, self.made
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("it holds an open file")
+
+    for kind, fewest in ((Held, 7), (GoesOn, 7), (Counts, 2)):
+        dataset = kind()
+        state = {**slot_of(kind()).state(), "passes": [3], "ended": None}
+        slot = slot_of(dataset, state, 1)
+        next(slot)
+        assert slot.state()["passes"] == [3]
+        assert getattr(dataset, "at", getattr(dataset, "num_passes", 0)) in (fewest, fewest + 1)
+
+
+def test_a_generator_that_goes_on_is_warned_of_and_its_passes_are_not_read_again() -> None:
+    class Augments(Numbers):
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(0)
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((number, self.generator.random()) for number in self.share())
+
+    slot = slot_of(Augments())
+    next(slot), next(slot)
+    assert slot.state()["draws"]
+    resumed = slot_of(Augments(), {**slot.state(), "passes": [4]}, 1)
+    next(resumed)
+    assert "holds a random generator that goes on from pass to pass" in "".join(resumed.said)
+
+
+def test_other_samples_are_refused_unless_accepted() -> None:
+    class AtRandom(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([random.SystemRandom().randrange(10**9) for _ in range(9)])
+
+    slot = slot_of(AtRandom())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match=r"AtRandom \(rank 0, worker 0\) begins pass 0 with other samples"):
+        next(slot_of(AtRandom(), slot.state()))
+    assert len(list(slot_of(AtRandom(), slot.state(), is_checked=False))) == 3
+
+
+@pytest.mark.parametrize(
+    "tag", [16000, "train", True, torch.tensor(0), np.int64(1)], ids=lambda tag: type(tag).__name__
+)
+def test_other_samples_are_refused_though_all_of_them_have_one_label(tag: Any) -> None:
+    class Tagged(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(random.SystemRandom().random(), tag) for _ in range(9)])
+
+    slot = slot_of(Tagged())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match="begins pass 0 with other samples"):
+        next(slot_of(Tagged(), slot.state()))
+
+
+@pytest.mark.parametrize("sample_seed", [None, 3])
+def test_other_values_beside_the_same_labels_are_told_where_draws_follow_a_seed(sample_seed: int | None) -> None:
+    class Augmented(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(random.SystemRandom().random(), number % 3) for number in range(9)])
+
+    slot = slot_of(Augmented(), sample_seed=sample_seed)
+    next(slot), next(slot)
+    resumed = slot_of(Augmented(), slot.state(), sample_seed=sample_seed)
+    next(resumed)
+    assert ["the integers and strings of those before" in text for text in resumed.said] == [True] * bool(sample_seed)
+
+
+def test_an_order_that_differs_behind_the_first_samples_is_refused() -> None:
+    class Late(Numbers):
+        def __init__(self, seed: int) -> None:
+            self.seed = seed
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([*range(100), *random.Random(self.seed).sample(range(100, 200), 100)])
+
+    slot = slot_of(Late(0))
+    for _ in range(70):
+        next(slot)
+    with pytest.raises(PositionError, match="begins pass 0 with other samples"):
+        next(slot_of(Late(1), slot.state()))
+
+
+def test_a_pass_that_is_shorter_now_is_refused() -> None:
+    class Short(Numbers):
+        def share(self) -> list[int]:
+            return [0, 1]
+
+    slot = slot_of(Numbers())
+    next(slot), next(slot)
+    with pytest.raises(PositionError, match=r"2 batches of .*Short \(rank 0, worker 0\) were used, but now it ends"):
+        next(slot_of(Short(), slot.state()))
+
+
+def test_it_goes_on_behind_a_sample_that_fails_as_in_torch() -> None:
+    class Fails(ItselfWithState):
+        def __next__(self) -> Any:
+            if (number := super().__next__()) == 2:
+                raise OSError("broken")
+            return number
+
+    slot = slot_of(Fails())
+    found = [next(slot)]
+    with pytest.raises(OSError, match="broken"):
+        next(slot)
+    assert [*found, *slot] == [[0, 1], [3, 4], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ((torch.rand(3), torch.tensor(3)), (torch.rand(3), torch.tensor(3)), True),
+        (torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16), False),
+        (np.zeros((2, 3), "u1"), np.zeros((3, 2), "u1"), False),
+        ([1, 23], [12, 3], False),
+        ({"x": 0.5}, {"x": 0.5}, True),
+    ],
+)
+def test_samples_are_told_apart_by_labels_or_else_by_all_that_they_hold(one: Any, other: Any, is_same: bool) -> None:
+    assert (digest_of_sample(one) == digest_of_sample(other)) is is_same
