@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
@@ -26,6 +27,8 @@ from lightning_stateful.user_samplers.sampler_copy import SamplerParts, digest_o
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
 _MOST_NESTED = 8
+# Datasets in one that are looked into for others in turn.
+_MOST_PARTS = 64
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
 _MOST_NUMBERS = 2**14
@@ -314,12 +317,29 @@ _histories: dict[int, tuple[Callable[[], Any], PassHistory]] = {}
 
 
 def parts_of(dataset: Any) -> list[Any]:
-    """A dataset, and the datasets in it."""
-    return [dataset, *(part for part in SamplerParts(dataset).shared if isinstance(part, Dataset))]
+    """A dataset, the datasets in it, and what loaders that these hold read with, each once."""
+    parts: dict[int, Any] = {id(dataset): dataset}
+    left = [dataset]
+    for part in left:
+        for held in SamplerParts(part).shared:
+            found = _parts_of_loader(held) if isinstance(held, DataLoader) else [held]
+            new = {id(one): one for one in found if one is not held or isinstance(one, Dataset)}
+            left += [one for key, one in new.items() if key not in parts and len(left) < _MOST_PARTS]
+            parts |= new
+    return list(parts.values())
+
+
+def _parts_of_loader(loader: Any) -> list[Any]:
+    """The dataset, the samplers and the object that collates of a loader: what its passes in this process change."""
+    batches, collate = loader.batch_sampler, loader.collate_fn
+    # Torch's own holds a sampler, and nothing else that changes.
+    sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    found = [loader.dataset, sampler, getattr(collate, "__self__", collate)]
+    return [part for part in found if not isinstance(part, (FunctionType, BuiltinFunctionType))]
 
 
 def digest_of_dataset(dataset: Any) -> str:
-    """Digest of what a dataset holds, and the datasets in it."""
+    """Digest of what a dataset holds, and its parts."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
 
 
