@@ -18,7 +18,8 @@ from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN, attributes_of, defaults_of_class
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.samplers.rng import GENERATORS, get_generator_state
+from lightning_stateful.samplers.generator_states import identity_of
+from lightning_stateful.samplers.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.outside_values import OutsideValues
@@ -184,6 +185,8 @@ class SetBetweenPasses:
         self._begun: dict[str, str] = {}
         self._begun_with: dict[str, str] = {}
         self._set: set[str] = set()
+        # Where the generators stood then that it holds, by their ids.
+        self._stood: dict[int, str] = {}
         self._num_read = 0
 
     def note_begin(self) -> None:
@@ -202,12 +205,16 @@ class SetBetweenPasses:
             )
         self.expected, self._left = {}, now if self._in_workers else None
         self._begun_with = self._digests(self._set)
+        if self._num_read < _LOOKS_AT and not self._in_workers:
+            found = {id(one): one for _, one in _generators_in(self._dataset)}
+            self._stood = {key: state_of_generator(one) for key, one in found.items()}
 
     def note_read(self) -> None:
         """A batch was read: at the second one loaders of validation have been built.
 
         Warns:
-            StatefulWarning: The pass has changed something that a dataset of validation holds too; once.
+            StatefulWarning: The pass has changed something that a dataset of validation holds too, or has drawn from a
+                random generator in it; once.
         """
         self._num_read += 1
         if self._in_workers or self._num_read != _LOOKS_AT:
@@ -216,8 +223,14 @@ class SetBetweenPasses:
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
         ids = {id(value) for value in others if type(value) not in PLAIN}
         changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
-        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids}
-        if names := sorted(shared & changed):
+        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
+        drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
+        shared |= {
+            name
+            for name, one in _generators_in(self._dataset)
+            if id(one) in drawn and self._stood.get(id(one)) != state_of_generator(one)
+        }
+        if names := sorted(shared):
             _warn(
                 f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
                 "changes: what the one gets depends on the passes of the other, of which a checkpoint knows nothing. "
@@ -296,6 +309,14 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
             continue
         held = {**defaults_of_class(part), **attributes_of(part)}
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
+
+
+def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Random generators in a dataset and its parts, but the process's, by the ``class.attribute`` that leads there."""
+    for part in parts_of(dataset):
+        for path, generator in SamplerParts(part).generators.items():
+            if identity_of(generator) != 0:
+                yield ".".join((type(part).__qualname__, *map(str, path[:1]))), generator
 
 
 # By their ids: the iterable datasets of loaders of validation.
