@@ -7,16 +7,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class
-from lightning_stateful.generators.rng import GENERATORS, get_generator_state
+from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 from lightning_stateful.samplers.fingerprint import digest
@@ -26,6 +28,8 @@ from lightning_stateful.stream_nodes.own_state import has_state
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
 _MOST_NESTED = 8
+# Datasets in one that are looked into for others in turn.
+_MOST_PARTS = 64
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
 _MOST_NUMBERS = 2**14
@@ -181,6 +185,8 @@ class SetBetweenPasses:
         self._begun: dict[str, str] = {}
         self._begun_with: dict[str, str] = {}
         self._set: set[str] = set()
+        # Where the generators stood then that it holds, by their ids.
+        self._stood: dict[int, str] = {}
         self._num_read = 0
 
     def note_begin(self) -> None:
@@ -199,12 +205,16 @@ class SetBetweenPasses:
             )
         self.expected, self._left = {}, now if self._in_workers else None
         self._begun_with = self._digests(self._set)
+        if self._num_read < _LOOKS_AT and not self._in_workers:
+            found = {id(one): one for _, one in _generators_in(self._dataset)}
+            self._stood = {key: state_of_generator(one) for key, one in found.items()}
 
     def note_read(self) -> None:
         """A batch was read: at the second one loaders of validation have been built.
 
         Warns:
-            StatefulWarning: The pass has changed something that a dataset of validation holds too; once.
+            StatefulWarning: The pass has changed something that a dataset of validation holds too, or has drawn from a
+                random generator in it; once.
         """
         self._num_read += 1
         if self._in_workers or self._num_read != _LOOKS_AT:
@@ -213,8 +223,14 @@ class SetBetweenPasses:
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
         ids = {id(value) for value in others if type(value) not in PLAIN}
         changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
-        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids}
-        if names := sorted(shared & changed):
+        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
+        drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
+        shared |= {
+            name
+            for name, one in _generators_in(self._dataset)
+            if id(one) in drawn and self._stood.get(id(one)) != state_of_generator(one)
+        }
+        if names := sorted(shared):
             _warn(
                 f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
                 "changes: what the one gets depends on the passes of the other, of which a checkpoint knows nothing. "
@@ -295,6 +311,14 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
 
 
+def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Random generators in a dataset and its parts, but the process's, by the ``class.attribute`` that leads there."""
+    for part in parts_of(dataset):
+        for path, generator in SamplerParts(part).generators.items():
+            if identity_of(generator) != 0:
+                yield ".".join((type(part).__qualname__, *map(str, path[:1]))), generator
+
+
 # By their ids: the iterable datasets of loaders of validation.
 _EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -314,12 +338,29 @@ _histories: dict[int, tuple[Callable[[], Any], PassHistory]] = {}
 
 
 def parts_of(dataset: Any) -> list[Any]:
-    """A dataset, and the datasets in it."""
-    return [dataset, *(part for part in SamplerParts(dataset).shared if isinstance(part, Dataset))]
+    """A dataset, the datasets in it, and what loaders that these hold read with, each once."""
+    parts: dict[int, Any] = {id(dataset): dataset}
+    left = [dataset]
+    for part in left:
+        for held in SamplerParts(part).shared:
+            found = _parts_of_loader(held) if isinstance(held, DataLoader) else [held]
+            new = {id(one): one for one in found if one is not held or isinstance(one, Dataset)}
+            left += [one for key, one in new.items() if key not in parts and len(left) < _MOST_PARTS]
+            parts |= new
+    return list(parts.values())
+
+
+def _parts_of_loader(loader: Any) -> list[Any]:
+    """The dataset, the samplers and the object that collates of a loader: what its passes in this process change."""
+    batches, collate = loader.batch_sampler, loader.collate_fn
+    # Torch's own holds a sampler, and nothing else that changes.
+    sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    found = [loader.dataset, sampler, getattr(collate, "__self__", collate)]
+    return [part for part in found if not isinstance(part, (FunctionType, BuiltinFunctionType))]
 
 
 def digest_of_dataset(dataset: Any) -> str:
-    """Digest of what a dataset holds, and the datasets in it."""
+    """Digest of what a dataset holds, and its parts."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
 
 

@@ -220,9 +220,6 @@ class Files(IterableDataset[int]):
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_list_that_passes_of_training_and_of_validation_shuffle_is_warned_of(shares: bool) -> None:
-    class Validates(Records):
-        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
     files = list(range(4 * BATCHES))
     held = DataLoader(Files(files if shares else list(files)), batch_size=4)
     trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=1, val_check_interval=2)
@@ -231,6 +228,43 @@ def test_a_list_that_passes_of_training_and_of_validation_shuffle_is_warned_of(s
         trainer.fit(Validates(), DataLoader(Files(files), batch_size=4), held)
     said = [str(one.message) for one in caught if "of validation share one object, Files.files" in str(one.message)]
     assert len(said) == shares
+
+
+class Augments:
+    def __init__(self) -> None:
+        self.steps: list[Any] = [random.Random(3)]
+
+    def __call__(self, row: int) -> float:
+        return row + float(self.steps[0].random())
+
+
+class Augmented(IterableDataset[float]):
+    def __init__(self, augments: Augments | None) -> None:
+        self.stages = {"augments": augments}
+
+    def __iter__(self) -> Iterator[float]:
+        augments = self.stages["augments"] or float
+        return map(augments, range(4 * BATCHES))
+
+
+class Validates(Records):
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize(("of_training", "of_validation"), [(0, 0), (0, 1), (0, None), (None, 0)])
+def test_a_generator_that_passes_of_training_and_of_validation_draw_from_is_warned_of(
+    of_training: int | None, of_validation: int | None
+) -> None:
+    made = [Augments(), Augments()]
+    train, val = (
+        DataLoader(Augmented(None if one is None else made[one]), batch_size=4) for one in (of_training, of_validation)
+    )
+    trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=1, val_check_interval=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Validates(), train, val)
+    said = [str(one.message) for one in caught if "validation share one object, Augmented.stages" in str(one.message)]
+    assert len(said) == (of_training == of_validation)
 
 
 class Counts(IterableDataset[int]):
