@@ -171,7 +171,7 @@ class Forgets(Up):
         pass
 
 
-@pytest.mark.parametrize("batch", [3, 6])
+@pytest.mark.parametrize("batch", [4, 6])
 def test_a_length_that_nothing_has_set_again_is_refused_where_more_is_used(batch: int, tmp_path: Path) -> None:
     run = training_with(Forgets)
     stopped(tmp_path / "some.ckpt", None, epoch=2, batch=batch, run=run)
@@ -179,9 +179,11 @@ def test_a_length_that_nothing_has_set_again_is_refused_where_more_is_used(batch
         run(ckpt_path=tmp_path / "some.ckpt")
 
 
-def test_a_length_that_nothing_has_set_again_is_warned_of(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*had been changed in training when")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_length_that_nothing_has_set_again_is_warned_of(batch: int, tmp_path: Path) -> None:
     run = training_with(Forgets)
-    stopped(tmp_path / "some.ckpt", None, epoch=2, batch=1, run=run)
+    stopped(tmp_path / "some.ckpt", None, epoch=2, batch=batch, run=run)
     with pytest.warns(StatefulWarning, match=r"Leveled has 8 samples in epoch 2 here.*had 24"):
         run(ckpt_path=tmp_path / "some.ckpt")
 
