@@ -24,7 +24,7 @@ _REMEDY = "set again what its len() follows from: in load_state_dict, on_load_ch
 
 @dataclass(frozen=True)
 class AwaitedLength:
-    """The items of an epoch that a resume goes on within, until the sampler is asked itself.
+    """The items of an epoch that a resume goes on in, until the sampler is asked itself.
 
     Attributes:
         epoch: The epoch.
@@ -51,7 +51,7 @@ class AwaitedLength:
             of_ended: The epoch that was ended just before, if it is that whose length is awaited.
 
         Returns:
-            The length; None for a state between two epochs, and where others than hooks decide.
+            The length; None where the state does not say it, and where others than hooks decide.
         """
         progress, facts = state["progress"], order.facts
         epoch, consumed, noted = (progress.get(name) for name in ("epoch", "consumed", "items"))
@@ -60,11 +60,13 @@ class AwaitedLength:
             return None
         if of_ended is not None:
             epoch, consumed, noted = of_ended, 0, None
-        elif not consumed:
+        if order.has_set_epoch and not consumed:
+            # The state may say that of another epoch.
             return None
         said = state.get("changed", {}).get(_LENGTH) if noted is None else noted
         # A hook may have set that of the next epoch before the state was taken.
-        return cls(epoch, consumed, said, noted is not None) if type(said) is int and said >= consumed else None
+        is_whole = all(type(number) is int for number in (epoch, consumed, said))
+        return cls(epoch, consumed, said, noted is not None) if is_whole and said >= consumed else None
 
     def compare(self, order: UserSampler, num_items: int | None) -> None:
         """Compare the length with what the sampler says when all hooks are over that may restore it.
