@@ -14,6 +14,7 @@ from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
 
@@ -285,6 +286,7 @@ class CombinedLoaders:
             state, self._state(dict.fromkeys(self.loaders, Progress())), accept=accepted, where=where
         )
         saved = dict(format_.walk(state))
+        self.await_lengths(state)
         found = {
             path: loader.tracker.progress_in(saved[path], where=where)
             for path, loader in self.loaders.items()
@@ -306,6 +308,28 @@ class CombinedLoaders:
         of_epoch = min(steps_left) if self.mode == "min_size" else max(steps_left)
         self._resumed_step = max(self.num_batches(epoch) - of_epoch, 0)
         return epoch, self._resumed_step
+
+    def await_lengths(self, state: Mapping[str, Any], *, of_ended: int | None = None) -> None:
+        """Take the epoch of a state to be as long as it says, until :meth:`end_awaiting`: hooks may set that again.
+
+        Args:
+            state: A state that fits the loaders.
+            of_ended: The epoch that was ended just before, to take that one so.
+        """
+        saved = dict(format_.walk(state))
+        for path, loader in self.loaders.items():
+            if isinstance(loader.order, WrappedSampler) and path in saved:
+                loader.order.await_length(saved[path], loader.tracker.config, of_ended)
+
+    def end_awaiting(self) -> None:
+        """Training begins: hooks have set again what lengths of samplers follow from, so these are asked from now on.
+
+        Raises:
+            PositionError: More was trained on in the epoch than it has.
+        """
+        for loader in self.loaders.values():
+            if isinstance(loader.order, WrappedSampler):
+                loader.order.end_awaiting()
 
     def _refuse_skip(self) -> None:
         """Refuse ranges of batches that would be others of each loader.
@@ -342,9 +366,15 @@ class CombinedLoaders:
                 self._lengths[path] = epoch, length
         return length
 
+    def keep_changes(self) -> None:
+        """An epoch is cut off: what its end changes is none of what a resume within it begins with."""
+        for loader in self.loaders.values():
+            loader.tracker.keep_changes()
+
     def begin_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
         """Find the plan as :meth:`plan_at`, to read it: the epoch keeps the length that it has now."""
         self._lengths[path] = epoch, self.length(path, epoch)
+        self.loaders[path].tracker.kept_changes = None
         return self.plan_at(path, epoch, step)
 
     def _steps_left(self, path: str, plan: EpochPlan) -> int:

@@ -198,6 +198,8 @@ def _set_up_epoch(trainer: pl.Trainer) -> None:
         return
     combined.limits = limits
     fit_loop.max_batches = min(limits) if combined._mode == "min_size" else max(limits)
+    # A resumed epoch is read by the iterator that was made when the loaders were built, before hooks set a length.
+    combined._iterator.limits, fit_loop._data_fetcher.length = limits, fit_loop.max_batches
     if trainer.val_check_batch is None or trainer.val_check_batch == float("inf"):
         return
     interval = trainer.val_check_interval

@@ -90,6 +90,8 @@ class Tracker:
         self.accept: tuple[str, ...] = format_.accepted_names(accept)
         # Tells what is no longer as in the configuration, by name with dots; None where nothing changes.
         self.changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+        # Those that states hold from now on, whatever changes; None for those of the moment.
+        self.kept_changes: Mapping[str, Any] | None = None
         # Those in a state that was loaded.
         self.loaded_changes: dict[str, Any] = {}
         # What plans leave out; None for nothing.
@@ -285,10 +287,19 @@ class Tracker:
         """The state at ``progress``, by default :attr:`progress`: fresh plain data, equal on all ranks."""
         progress = self.progress if progress is None else progress
         # Before anything was trained on, nothing has changed.
-        changed = {} if self.changed is None or progress == Progress() else self.changed(self.config)
+        changed = {} if progress == Progress() else self._changes()
         skip = None if self.skipping is None else self.skipping.to_dict(progress)
         of_progress = progress.to_dict()
         return format_.pack(self.order.kind, self.order.version, self.config, of_progress, changed=changed, skip=skip)
+
+    def keep_changes(self) -> None:
+        """Let states hold the changes of this moment, until :attr:`kept_changes` is set to None."""
+        self.kept_changes = self._changes()
+
+    def _changes(self) -> Mapping[str, Any]:
+        if self.kept_changes is not None:
+            return self.kept_changes
+        return {} if self.changed is None else self.changed(self.config)
 
     def state_after(self, steps: int | None) -> dict[str, Any]:
         """The state after ``steps`` steps of the latest pass; None for those that were handed over."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.data_checks.odd_datasets import warn_of_old_copies
 from lightning_stateful.errors import StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loops import loop_progress, other_callbacks
@@ -420,8 +419,6 @@ class StatefulDataCallback(pl.Callback):
         refuse_other_loaders(trainer, self._loaders)
         if self._loaders is not None:
             self._loaders.begin()
-            warn_of_old_copies(self._loaders.combined)
-            loop_progress.follow_lengths(trainer)
             self.settings.ledger.begin(trainer, self._loaders.combined.loaders, self._progress().epoch_and_step)
         module_changes.watch(trainer, self._phase.saved if isinstance(self._phase, Resumed) else None)
         if isinstance(self._phase, Resumed):
@@ -481,7 +478,10 @@ class StatefulDataCallback(pl.Callback):
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
         reached = loop_progress.next_step(trainer, begun=True)
-        self.settings.ledger.end_epoch(reached, is_over=self._progress().epoch_and_step[0] > reached[0])
+        is_over = self._progress().epoch_and_step[0] > reached[0]
+        self.settings.ledger.end_epoch(reached, is_over=is_over)
+        if self._loaders is not None and not is_over:
+            self._loaders.combined.keep_changes()
         self._results.end(trainer)
         optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")

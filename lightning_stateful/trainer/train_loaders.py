@@ -251,8 +251,11 @@ class TrainLoaders:
         """Training begins: from now on the loop's counters say where it is."""
         self._training_began = True
         self.content.settings.note_early_workers()
+        loop_progress.follow_lengths(self._trainer)
         loop_progress.call_before_epochs(self._trainer, partial(self.content.note_before_epoch, self._trainer))
+        loop_progress.call_before_epochs(self._trainer, self.combined.end_awaiting)
         say_at_start(self._trainer, self.combined, self._next_step()[0])
+        odd_datasets.warn_of_old_copies(self.combined)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""
@@ -294,6 +297,7 @@ class TrainLoaders:
             if progress.ended:
                 self.combined.end_epoch(progress.epoch)
         if progress.ended and self.combined.is_sized:
+            self.combined.await_lengths(state, of_ended=progress.epoch)
             return replace(progress, batch=self.num_batches(progress.epoch))
         return progress
 

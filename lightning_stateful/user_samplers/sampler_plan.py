@@ -45,6 +45,8 @@ class SamplerEpochPlan:
         self._latest: SamplerPass | None = None
         # Items of the epoch, once a pass has begun or ended before its time; until then the sampler is asked.
         self._fixed: tuple[int | None] | None = None
+        # Those that the sampler itself has said as the pass began, or did in the run that is resumed.
+        self._noted: int | None = begun.details.get("items")
         # Items of one whose length is what is left, so that it may not be set to where the run goes on.
         self._least = (order.num_items or 0) if begun.consumed and order.facts.counts_down else 0
 
@@ -155,6 +157,8 @@ class SamplerEpochPlan:
             since = begun.details.get("since") if is_unread else order.memory.passes_since(begun.epoch, begun.cycle)
             # Only where an evaluation loader shares the sampler.
             details |= {"since": since} if since else {}
+        if order.is_trained_on and begun.consumed + served and self._noted is not None:
+            details["items"] = self._noted
         return replace(begun, consumed=begun.consumed + served, details=details)
 
     def passes_if_unread(self) -> list[list[int]] | None:
@@ -238,6 +242,8 @@ class SamplerEpochPlan:
                     "Let len() say before an epoch how long it will be: make its plan in set_epoch or in "
                     "len(), and not in __iter__, or serve all with DDPSamplerWrapper(sampler, length='unknown')."
                 )
+        # With ranks of their own they differ from one to the other.
+        self._noted = before if known == before and not (is_cut or order.dealing.is_own) else None
         self._fixed = (known,)
         return known
 

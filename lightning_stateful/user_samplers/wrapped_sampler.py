@@ -22,16 +22,17 @@ from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import StepRule
-from lightning_stateful.errors import ConfigurationError, PositionError
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.generators.rng import OwnRandomness
 from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts
 from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either, refuse_unless
+from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
+from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, check_details, refuse_beyond
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -144,7 +145,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES}
+        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": COUNT}
 
     @property
     def whole_batches(self) -> bool:
@@ -387,7 +388,7 @@ class WrappedSampler:
             PositionError: More items were consumed than the epoch has.
         """
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
-        self._check_details(here)
+        check_details(self, here)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
             self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
         ranks = 1 if self.dealing.is_own else num_replicas
@@ -397,28 +398,11 @@ class WrappedSampler:
             self.bring_to(epoch, plan.passes_if_unread())
         if here.consumed:
             self.bring_to(epoch, here.details.get("passes"))
-        num_items = self.num_items_in(epoch) if here.consumed else None
-        if num_items is not None and here.consumed > num_items:
-            raise PositionError(
-                f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
-                f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
-            )
+            refuse_beyond(self, here, self.num_items_in(epoch))
         made = SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
         if here.consumed and self.is_trained_on and self.remembers and made.remaining and made.num_steps:
             self.memory.await_training(epoch)
         return made
-
-    def _check_details(self, here: Progress) -> None:
-        """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs."""
-        noted, path = here.details.get(self.kind) or [], f"progress.{self.kind}"
-        if noted and not isinstance(noted[0], list):
-            behind = max([noted[0] + 1, *((noted[3:] or [None])[0] or [])[:2]])
-            refuse_unless(behind <= here.consumed, noted, f"notes of items before {here.consumed}", path)
-            takes = noted[2] is None or callable(getattr(self.sampler, "load_state_dict", None))
-            refuse_unless(takes, noted[2], f"None, as {self.name} has no load_state_dict", f"{path}[2]")
-        for number, (first, _, _, count) in enumerate(here.details.get("passes") or ()):
-            is_earlier = first + count <= here.epoch + 1
-            refuse_unless(is_earlier, count, "a number of earlier passes", f"progress.passes[{number}][3]")
 
     def bring_to(self, epoch: int, passes: Any) -> None:
         """Begin the passes before an epoch that a state tells of."""
@@ -429,6 +413,10 @@ class WrappedSampler:
 
     def num_items_in(self, epoch: int, cycle: int = 0) -> int | None:
         """Items of an epoch, by the ``len()`` of a sampler that is told the epoch; None where it has none."""
+        found, awaited = self._num_items_in(epoch, cycle), vars(self).get("_awaited")
+        return found if awaited is None or awaited.epoch != epoch else int(awaited.num_items)
+
+    def _num_items_in(self, epoch: int, cycle: int) -> int | None:
         told_epoch = 0 if self.repeats_first_epoch else epoch
         if self.length == "len" and self.has_set_epoch:
             if self.facts.remembers_told or self.facts.hands_epoch_on:
@@ -438,6 +426,16 @@ class WrappedSampler:
                 self._tell(told_epoch)
         vars(self)["_asked_for"] = told_epoch, 0 if self.repeats_first_epoch else cycle
         return self.num_items
+
+    def await_length(self, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None) -> None:
+        """Take an epoch to be as long as a state says until :meth:`end_awaiting`; see :meth:`AwaitedLength.of`."""
+        vars(self)["_awaited"] = AwaitedLength.of(self, state, config, of_ended) if self.is_trained_on else None
+
+    def end_awaiting(self) -> None:
+        """Ask the sampler itself from now on, and see that it is as long as it was; see :class:`AwaitedLength`."""
+        awaited = vars(self).pop("_awaited", None)
+        if awaited is not None:
+            awaited.compare(self, self.num_items_in(awaited.epoch))
 
     def hand_epoch_on(self, epoch: int) -> None:
         """Tell a sampler that tells its dataset, before workers get copies of that."""

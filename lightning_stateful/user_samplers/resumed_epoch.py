@@ -1,0 +1,127 @@
+"""The epoch of a user's sampler that a resume goes on within: what a state says of it, and how many items it has.
+
+A length may follow from what hooks set, and these are called behind the state is loaded. Until they are over, the epoch
+is taken to be as long as it was in the run that wrote the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_stateful.core.order import Progress
+from lightning_stateful.errors import PositionError
+from lightning_stateful.shapes import refuse_unless
+from lightning_stateful.state import value_at
+from lightning_stateful.user_samplers.iterated_sampler import UserSampler
+from lightning_stateful.user_samplers.sampler_pass import warn
+
+# The name of the length in a configuration, and in its changes.
+_LENGTH = "sampler.length"
+_REMEDY = "set again what its len() follows from: in load_state_dict, on_load_checkpoint or on_train_start."
+
+
+@dataclass(frozen=True)
+class AwaitedLength:
+    """The items of an epoch that a resume goes on in, until the sampler is asked itself.
+
+    Attributes:
+        epoch: The epoch.
+        consumed: Items of it that were used.
+        num_items: Those that it had in the run that wrote the state.
+        is_noted: Whether that run has noted them as the epoch began, so that they are certain.
+    """
+
+    epoch: int
+    consumed: int
+    num_items: int
+    is_noted: bool
+
+    @classmethod
+    def of(
+        cls, order: UserSampler, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None
+    ) -> AwaitedLength | None:
+        """What a state says of the length of its epoch.
+
+        Args:
+            order: The sampler.
+            state: A state of it, of a sampler that is built alike.
+            config: The configuration of the sampler, as it is built here.
+            of_ended: The epoch that was ended just before, if it is that whose length is awaited.
+
+        Returns:
+            The length; None where the state does not say it, and where others than hooks decide.
+        """
+        progress, facts = state["progress"], order.facts
+        epoch, consumed, noted = (progress.get(name) for name in ("epoch", "consumed", "items"))
+        follows = facts.changes_in_len or facts.draws_in_len or facts.counts_down or order.num_items is None
+        if follows or value_at(state["config"], _LENGTH) != value_at(config, _LENGTH):
+            return None
+        if of_ended is not None:
+            epoch, consumed, noted = of_ended, 0, None
+        if order.has_set_epoch and not consumed:
+            # The state may say that of another epoch.
+            return None
+        said = state.get("changed", {}).get(_LENGTH) if noted is None else noted
+        # A hook may have set that of the next epoch before the state was taken.
+        is_whole = all(type(number) is int for number in (epoch, consumed, said))
+        return cls(epoch, consumed, said, noted is not None) if is_whole and said >= consumed else None
+
+    def compare(self, order: UserSampler, num_items: int | None) -> None:
+        """Compare the length with what the sampler says when all hooks are over that may restore it.
+
+        Args:
+            order: The sampler.
+            num_items: The items that it says.
+
+        Raises:
+            PositionError: More items were used than it has.
+
+        Warns:
+            StatefulWarning: It has others than before.
+        """
+        if num_items is None or num_items == self.num_items:
+            return
+        if num_items < self.consumed:
+            raise PositionError(
+                f"{self.consumed} {order.unit} of epoch {self.epoch} were consumed, but {order.name} yields only "
+                f"{num_items} when training begins. In the run that wrote the checkpoint the epoch had "
+                f"{self.num_items}. Before the first batch, {_REMEDY}"
+            )
+        if self.is_noted:
+            warn(
+                f"{order.name} has {num_items} {order.unit} in epoch {self.epoch} here, as its len() says when "
+                f"training begins. In the run that wrote the checkpoint the epoch had {self.num_items}, so the resume "
+                f"is not exact. Before the first batch, {_REMEDY}"
+            )
+
+
+def refuse_beyond(order: UserSampler, here: Progress, num_items: int | None) -> None:
+    """Refuse a progress behind the end of its epoch.
+
+    Raises:
+        PositionError: It is.
+    """
+    if num_items is not None and here.consumed > num_items:
+        raise PositionError(
+            f"{here.consumed} {order.unit} of epoch {here.epoch} were consumed, but {order.name} yields only "
+            f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
+        )
+
+
+def check_details(order: UserSampler, here: Progress) -> None:
+    """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs.
+
+    Raises:
+        DamagedStateError: There are such.
+    """
+    noted, path = here.details.get(order.kind) or [], f"progress.{order.kind}"
+    if noted and not isinstance(noted[0], list):
+        behind = max([noted[0] + 1, *((noted[3:] or [None])[0] or [])[:2]])
+        refuse_unless(behind <= here.consumed, noted, f"notes of items before {here.consumed}", path)
+        takes = noted[2] is None or callable(getattr(order.sampler, "load_state_dict", None))
+        refuse_unless(takes, noted[2], f"None, as {order.name} has no load_state_dict", f"{path}[2]")
+    for number, (first, _, _, count) in enumerate(here.details.get("passes") or ()):
+        is_earlier = first + count <= here.epoch + 1
+        refuse_unless(is_earlier, count, "a number of earlier passes", f"progress.passes[{number}][3]")
