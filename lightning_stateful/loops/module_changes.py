@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loops import module_flags
+from lightning_stateful.loops import cut_epochs, module_flags
 from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -69,6 +69,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     """
     # A fit that failed was not torn down.
     vars(trainer.fit_loop).pop(_NAMED, None)
+    cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
@@ -80,6 +81,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
+    cut_epochs.end_watching(trainer)
     module_flags.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
