@@ -65,19 +65,19 @@ def forget_end(trainer: pl.Trainer) -> None:
         vars(kept).pop(name, None)
 
 
-def state_of_cut(trainer: pl.Trainer, epoch: int) -> dict[str, Any]:
+def state_of_cut(trainer: pl.Trainer, epoch: int | None = None) -> dict[str, Any]:
     """What a resume within an epoch that was cut has to put back, or to name, as plain data.
 
     Args:
         trainer: The trainer.
-        epoch: The epoch within which a checkpoint is being written.
+        epoch: The epoch within which a checkpoint is being written; None for the one that was cut.
 
     Returns:
         ``"held"``: by callback what it held before the end. ``"changed"``: what else that end has changed. Empty where
         the epoch was not cut.
     """
     held = vars(trainer.fit_loop.epoch_loop)
-    if _HELD not in held or held[CUT_AT][0][0] != epoch:
+    if _HELD not in held or epoch not in (None, held[CUT_AT][0][0]):
         return {}
     (plain, before), now = held[_HELD], _digests(trainer, held[_HELD][0])
     changed = sorted({name for key, (name, digest) in now.items() if before.get(key) != (name, digest)})

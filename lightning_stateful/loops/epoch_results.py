@@ -66,7 +66,10 @@ class EpochResults:
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
         # What this rank had summed up in an epoch that was cut, with the trainer, for a second fit that goes on in it.
         self._cut: tuple[pl.Trainer | None, dict[str, Any]] = (None, {})
-        self._earlier = before._cut if before is not None and before._cut[0] is trainer else self._cut
+        self._earlier: dict[str, Any] = {}
+        if trainer is not None and before is not None and before._cut[0] is trainer:
+            # Before this fit sets up schedulers of its own.
+            self._earlier = {**before._cut[1], "cut": cut_epochs.state_of_cut(trainer)}
         # What a checkpoint holds that a run was resumed from which had nothing left to train on.
         self._unread: dict[str, Any] | None = None
         # What is still to be added to what is logged.
@@ -221,11 +224,11 @@ class EpochResults:
 
     def _go_on(self, trainer: pl.Trainer) -> None:
         """Take over what an earlier fit of this trainer had summed up in the epoch that a second one goes on in."""
-        if own := self._earlier[1]:
+        if own := self._earlier:
             self._pending = dict(own["logged"])
             self._metrics.put_back(trainer, own["metrics"], own["groups"])
             self._follow_logging(trainer)
-            cut_epochs.put_back(trainer, cut_epochs.state_of_cut(trainer, next_step(trainer)[0]))
+            cut_epochs.put_back(trainer, own["cut"])
 
     def keep(self, trainer: pl.Trainer, saved: dict[str, Any] | None) -> None:
         """Keep what was to be loaded: nothing is left to train on, so that :meth:`load` was not called.
@@ -237,10 +240,9 @@ class EpochResults:
         if self._is_resumed:
             return
         self._unread = saved
-        if trainer.ckpt_path is None and self._earlier[1]:
-            self._cut = self._earlier
-            cut = cut_epochs.state_of_cut(trainer, next_step(trainer)[0])
-            own = {**self._cut[1], "cut": cut}
+        if trainer.ckpt_path is None and self._earlier:
+            own = self._earlier
+            self._cut = trainer, own
             self._unread = {"ranks": [own if n == trainer.global_rank else None for n in range(trainer.world_size)]}
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:

@@ -16,7 +16,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.samplers.attributes import codes_in, names_in, reached
+from lightning_stateful.samplers.attributes import attributes_of, closure_of, codes_in, names_in, reached
 from lightning_stateful.user_samplers.sampler_copy import SamplerParts
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -168,9 +168,13 @@ def find_trained(trainer: pl.Trainer, *objects: Any) -> str:
 def _is_trained(value: Any, weights: Collection[int]) -> bool:
     if isinstance(value, (pl.Trainer, pl.LightningModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         return True
-    parts = [value] if isinstance(value, torch.Tensor) else []
-    parts = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else parts
-    return any(_memory_of(part) in weights for part in parts)
+    if isinstance(value, torch.nn.Module):
+        parts: Any = [*value.parameters(), *value.buffers()]
+    else:
+        held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+        named = closure_of(value) if isinstance(value, FunctionType) else attributes_of(value)
+        parts = [*held, *named.values()]
+    return any(_memory_of(part) in weights for part in parts if isinstance(part, torch.Tensor))
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
