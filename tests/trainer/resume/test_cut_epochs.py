@@ -54,7 +54,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("steps", "options"), CUTS.values(), ids=CUTS)
-def test_early_stopping_counts_an_epoch_that_max_steps_has_cut_once(
+def test_39_early_stopping_counts_an_epoch_that_max_steps_has_cut_once(
     tmp_path: Path, steps: int, options: dict[str, Any]
 ) -> None:
     options = {"patience": 2, "max_epochs": 6, **options}
