@@ -17,6 +17,7 @@ from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
+from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.patching import AnyLoader, map_style
@@ -276,6 +277,12 @@ class BatchContent:
                 "data since."
             )
             return []
+        loader = self._loaders[path]
+        # Workers have a copy of when they were started.
+        kind = "" if loader.num_workers else find_trained(trainer, loader.dataset, loader.collate_fn)
+        if kind:
+            _warn_of_dependence(name, kind)
+            return []
         return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
 
     def _read(
@@ -342,6 +349,16 @@ def _say_moved(name: str, moved: Collection[tuple[str, str, bool]]) -> None:
         rank_zero_info(said)
 
 
+def _warn_of_dependence(name: str, kind: str) -> None:
+    rank_zero_warn(
+        f"{name} has another content than before the checkpoint, and the data hold a {kind}: batches depend on "
+        "training, by its step or its weights, so that nobody can tell whether the data are those of the checkpoint. "
+        "The resume is exact only if they are, and if all that samples read there is restored, as the trainer's "
+        "counters and the module's weights and buffers are.",
+        category=StatefulWarning,
+    )
+
+
 def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The digest of a batch, and those of its means that differ from another's."""
     pairs = zip(content["means"], other["means"], strict=False)
@@ -370,7 +387,8 @@ def _settings_of(loader: StatefulLoader) -> dict[str, str]:
 def _difference(path: str, name: str, saved: str, present: str) -> Difference:
     remedy = (
         f"{name} is not what it was when the checkpoint was written: the data or their transforms are others, "
-        "or in another order, or a cache held samples that were drawn at random. Sort the files, "
+        "or in another order, or a cache held samples that were drawn at random, or workers read the trainer or "
+        "weights, of which they have copies. Sort the files, "
         "pass a seed to random_split or shuffle; what a hook sets in the dataset, "
         f"set it again in on_train_start; or accept the change with accept=({PATH!r},)."
     )

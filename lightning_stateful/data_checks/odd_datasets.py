@@ -1,16 +1,19 @@
-"""Warns of datasets that hold a Trainer or that loaders share, of shared samplers, and refuses own lengths."""
+"""Finds datasets that hold a Trainer, warns of those that loaders share and of shared samplers, refuses own lengths."""
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Collection
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.core import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
-from lightning_stateful.generators.attributes import names_in, reached
+from lightning_stateful.generators.attributes import attributes_of, closure_of, codes_in, names_in, reached
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
@@ -136,6 +139,78 @@ def _may_read_trainer(value: Any) -> bool:
     if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningDataModule):
         return True
     return isinstance(value.__func__, FunctionType) and "trainer" in names_in(value.__func__.__code__)
+
+
+# What a LightningModule has that changes with training, beside its layers, parameters and buffers.
+_CHANGING = frozenset(
+    {"trainer", "current_epoch", "global_step", "optimizers", "lr_schedulers", "forward", "__call__", "state_dict"}
+    | {"parameters", "named_parameters", "children", "modules", "buffers", "named_buffers", "get_submodule"}
+)
+
+
+def find_trained(trainer: pl.Trainer, *objects: Any) -> str:
+    """The kind of the nearest object by which samples may depend on how far training has got; empty without one.
+
+    That is a Trainer, a LightningModule, an optimizer or a learning rate scheduler, or what holds weights or buffers of
+    the module that is trained. A method of a LightningModule counts where its code names any of these.
+
+    Args:
+        trainer: The trainer.
+        objects: A dataset, and functions that make batches of its samples.
+    """
+    module = trainer.lightning_module
+    weights = {_memory_of(part) for part in (*module.parameters(), *module.buffers())} - {0}
+    roots = {str(number): one for number, one in enumerate(objects)}
+    found = (place.value for place in reached(roots, _may_depend))
+    return next((type(value).__qualname__ for value in found if _is_trained(value, weights)), "")
+
+
+def _is_trained(value: Any, weights: Collection[int]) -> bool:
+    if isinstance(value, (pl.Trainer, pl.LightningModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        return True
+    if isinstance(value, torch.nn.Module):
+        parts: Any = [*value.parameters(), *value.buffers()]
+    else:
+        held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+        named = closure_of(value) if isinstance(value, FunctionType) else attributes_of(value)
+        parts = [*held, *named.values()]
+    return any(_memory_of(part) in weights for part in parts if isinstance(part, torch.Tensor))
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor are; 0 for one that has none."""
+    with suppress(RuntimeError, NotImplementedError):
+        return tensor.untyped_storage().data_ptr()
+    return 0
+
+
+def _may_depend(value: Any) -> bool:
+    """False for a method of a data module or LightningModule that names nothing of what changes with training."""
+    if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningModule):
+        return _may_read_trainer(value)
+    module, functions = value.__self__, [value.__func__]
+    named = {*module._modules, *module._parameters, *module._buffers, *_CHANGING}
+    for function in functions:
+        if not isinstance(function, FunctionType) or named & set(names_in(function.__code__)) or _gives_self(function):
+            return True
+        # Other methods that it calls.
+        called = [getattr(type(module), name, None) for name in names_in(function.__code__)]
+        functions += [one for one in called if isinstance(one, FunctionType) and one not in functions]
+    return False
+
+
+def _gives_self(function: FunctionType) -> bool:
+    """Whether a method does anything else with its object than read attributes, as calling it or handing it on."""
+    name, last = function.__code__.co_varnames[:1], ""
+    for code in codes_in(function.__code__):
+        for step in dis.get_instructions(code):
+            if last and step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                return True
+            last = step.opname if step.opname in _LOADS and (step.argval,) == name else ""
+    return False
+
+
+_LOADS = frozenset({"LOAD_FAST", "LOAD_DEREF", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 
 
 def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
         LearningRateFinder,
         ModelPruning,
         StochasticWeightAveraging,
+        Timer,
         TQDMProgressBar,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -54,6 +55,7 @@ else:
         LearningRateFinder,
         ModelPruning,
         StochasticWeightAveraging,
+        Timer,
         TQDMProgressBar,
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
@@ -84,6 +86,7 @@ __all__ = [
     "RestartStage",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
+    "Timer",
     "TrainerFn",
     "TrainerStatus",
     "WeightAveraging",
@@ -110,6 +113,7 @@ INTERNALS = {
     "fit_loop._last_train_dl_reload_epoch": "to reload loaders in the epochs in which they would have been reloaded",
     "fit_loop._restarting": "to end the restart of this loop and not of those within it",
     "fit_loop._skip_backward": "to recognize the epoch that StochasticWeightAveraging adds",
+    "fit_loop.advance": "to know what callbacks hold as an epoch is cut, before the hooks of its end",
     "fit_loop.max_batches": "to know the end of a limited epoch, and set it where epochs differ in length",
     "fit_loop.on_advance_end": "to let signals wait for the end hooks of an epoch",
     "fit_loop.setup_data": "to tell the length of every epoch before it begins",

@@ -26,6 +26,8 @@ from lightning_stateful.loops.saved_progress import TRACKED, LoopProgress, count
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 # Ours, kept with the loop: the batch of which the optimizer has taken the step; see optimizer_steps.py.
 STEPPED_IN = "_stepped_in"
+# Too: where an epoch was cut, and whether the run had been told to stop before the hooks of its end; see cut_epochs.py.
+CUT_AT = "_cut_at"
 
 
 class BatchBegun(NamedTuple):
@@ -74,7 +76,9 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
     validate = progress.running and progress.batch > validated and _validation_is_due(trainer, in_batch_end)
     # Between epochs the one that has just been trained counts for min_epochs.
     epochs = trainer.current_epoch if progress.running else progress.epoch
-    stopping = waits_to_stop(trainer, epochs) or (in_batch_end and begun is not None and begun.stopping)
+    cut_at, was_told = vars(epoch_loop).get(CUT_AT, (None, True))
+    was_told = was_told or not progress.running or cut_at != next_step(trainer, begun=True)
+    stopping = (waits_to_stop(trainer, epochs) and was_told) or (in_batch_end and begun is not None and begun.stopping)
     # StochasticWeightAveraging adds an epoch that only updates BatchNorm's statistics. It can be resumed at its
     # beginning only, so it counts as one window.
     window = progress.batch + 1 if fit_loop._skip_backward else trainer.accumulate_grad_batches

@@ -53,6 +53,7 @@ _OF_RANK = {
     "groups?": {str: [[str]]},
     "generators?": {str: object},
     "waits?": {str: [object]},
+    "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {

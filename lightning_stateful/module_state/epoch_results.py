@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.loop_progress import next_step, read_progress
 from lightning_stateful.loops.other_callbacks import monitors
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.module_state import cut_epochs
 from lightning_stateful.module_state.metric_states import MetricState, MetricStates, plain
 from lightning_stateful.module_state.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.module_state.module_changes import note_buffers
@@ -47,19 +49,29 @@ class EpochResults:
 
     Args:
         trainer: The trainer that begins a fit; None before there is one.
+        before: The results of an earlier fit, perhaps of this trainer.
 
     State:
         Of each rank, logged values with the options of ``self.log``, states of torchmetrics objects by name, states of
-        random generators of the module, callbacks and optimizers, and what EarlyStopping has counted; and buffers of
-        the module that each rank has for itself. Other ranks show theirs through the store of the process group.
+        random generators of the module, callbacks and optimizers, and what EarlyStopping has counted, also before the
+        end of an epoch that was cut; and buffers of the module that each rank has for itself. Other ranks show theirs
+        through the store of the process group.
     """
 
-    def __init__(self, trainer: pl.Trainer | None = None) -> None:
+    def __init__(self, trainer: pl.Trainer | None = None, before: EpochResults | None = None) -> None:
         # Sums as the latest batch began, or the first of a window of accumulated gradients; and a validation.
         self._at_batch: tuple[tuple[int, int], _Sums] = ((-1, -1), _Sums({}, {}, {}))
         self._at_validation = self._at_batch
         # Sums as the epoch ended, perhaps before all its batches, by max_steps: Lightning then forgets them.
         self._at_end: tuple[tuple[int, int], _Sums] | None = None
+        # What this rank had summed up in an epoch that was cut, with the trainer, for a second fit that goes on in it.
+        self._cut: tuple[pl.Trainer | None, dict[str, Any]] = (None, {})
+        self._earlier: dict[str, Any] = {}
+        if trainer is not None and before is not None and before._cut[0] is trainer:
+            # Before this fit sets up schedulers of its own.
+            self._earlier = {**before._cut[1], "cut": cut_epochs.state_of_cut(trainer)}
+        # What a checkpoint holds that a run was resumed from which had nothing left to train on.
+        self._unread: dict[str, Any] | None = None
         # What is still to be added to what is logged.
         self._pending: Parts = {}
         # Whether no batch has begun since a resume.
@@ -78,7 +90,8 @@ class EpochResults:
         """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""
         epoch, batch = next_step(trainer)
         note_buffers(trainer)
-        self._at_end = None
+        self._at_end, self._cut = None, (None, {})
+        cut_epochs.forget_end(trainer)
         if self._is_resumed and batch:
             # Else, if logged in turns with others, what it logs would be dropped, as in the first batch of an epoch.
             trainer._logger_connector._first_loop_iter = False
@@ -113,18 +126,13 @@ class EpochResults:
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """
-        sums = self._sums_at(trainer, progress)
-        results: Any = trainer.fit_loop.epoch_loop._results
-        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
-        if progress.running:
-            # What was loaded may not have been added yet.
-            logged = _joined([sums.pending, logged])
+        if self._unread is not None:
+            return deepcopy(self._unread)
         own: dict[str, Any] = {
-            "logged": logged,
-            "metrics": {name: plain(name, *state) for name, state in sums.metrics.items()},
-            "groups": self._metrics.groups(trainer),
+            **self._summed_up(trainer, progress),
             "generators": self.generators.state(trainer, progress),
             "waits": waits_of(trainer),
+            "cut": cut_epochs.state_of_cut(trainer, progress.epoch) if progress.running else {},
             "buffers": self._buffers.show(trainer, progress),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
@@ -136,6 +144,17 @@ class EpochResults:
         digests = [None if part is None else part.pop("buffers", "") for part in ranks]
         buffers = self._buffers.of_ranks(trainer, digests)
         return {"ranks": ranks, **({"buffers": buffers} if buffers else {})}
+
+    def _summed_up(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
+        """Logged values and states of objects on this rank, as plain data."""
+        sums = self._sums_at(trainer, progress)
+        results: Any = trainer.fit_loop.epoch_loop._results
+        logged = {key: _described(results[key], *of_key) for key, of_key in sums.logged.items()}
+        if progress.running:
+            # What was loaded may not have been added yet.
+            logged = _joined([sums.pending, logged])
+        metrics = {name: plain(name, *state) for name, state in sums.metrics.items()}
+        return {"logged": logged, "metrics": metrics, "groups": self._metrics.groups(trainer)}
 
     def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at = progress.epoch, progress.batch
@@ -175,6 +194,10 @@ class EpochResults:
             DamagedStateError: It is not what :meth:`state` returns.
         """
         self._is_resumed = True
+        if state is None and trainer.ckpt_path is None:
+            self._go_on(trainer)
+        else:
+            cut_epochs.forget_end(trainer)
         if not state:
             if state is not None:
                 self.generators.put_back(trainer, {})
@@ -195,7 +218,32 @@ class EpochResults:
             warn_of_lost({place for part in known for place in part.get("generators", ())})
         self._follow_logging(trainer)
         go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
+        of_rank = parts[0 if is_moved else trainer.global_rank]
+        cut_epochs.put_back(trainer, (of_rank or {}).get("cut", {}))
         self._warn_of_partial(parts, trainer, is_moved)
+
+    def _go_on(self, trainer: pl.Trainer) -> None:
+        """Take over what an earlier fit of this trainer had summed up in the epoch that a second one goes on in."""
+        if own := self._earlier:
+            self._pending = dict(own["logged"])
+            self._metrics.put_back(trainer, own["metrics"], own["groups"])
+            self._follow_logging(trainer)
+            cut_epochs.put_back(trainer, own["cut"])
+
+    def keep(self, trainer: pl.Trainer, saved: dict[str, Any] | None) -> None:
+        """Keep what was to be loaded: nothing is left to train on, so that :meth:`load` was not called.
+
+        Args:
+            trainer: The trainer.
+            saved: What a checkpoint holds; None if there is nothing, or no checkpoint.
+        """
+        if self._is_resumed:
+            return
+        self._unread = saved
+        if trainer.ckpt_path is None and self._earlier:
+            own = self._earlier
+            self._cut = trainer, own
+            self._unread = {"ranks": [own if n == trainer.global_rank else None for n in range(trainer.world_size)]}
 
     def _warn_of_partial(self, parts: Sequence[Any], trainer: pl.Trainer, is_moved: bool) -> None:
         known = [part for part in parts if part is not None]
@@ -235,6 +283,8 @@ class EpochResults:
         """Add all of it at the end of an epoch, and remember the sums of one that ends before all its batches."""
         self._add(trainer, at_end=True)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
+        if cut_epochs.is_cut(trainer):
+            self._cut = trainer, self._summed_up(trainer, read_progress(trainer))
         self.generators.note_end(trainer)
         self._buffers.note(trainer)
         look_again(trainer, at_end=True)

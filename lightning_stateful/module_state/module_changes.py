@@ -23,7 +23,7 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import module_flags
+from lightning_stateful.module_state import cut_epochs, module_flags
 
 _EPOCH_START = "on_train_epoch_start"
 # A tensor's count of changes, by which autograd tells that one was changed in place.
@@ -69,6 +69,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     """
     # A fit that failed was not torn down.
     vars(trainer.fit_loop).pop(_NAMED, None)
+    cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
@@ -80,6 +81,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
 
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
+    cut_epochs.end_watching(trainer)
     module_flags.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)

@@ -166,7 +166,7 @@ class StatefulDataCallback(pl.Callback):
                 self._phase = SetUp(earlier=self._loaders, stopped_at=self._progress(), begins_at=begins_at)
             else:
                 self._phase = SetUp(begins_at=begins_at)
-            self._trainer, self._loaders, self._results = trainer, None, EpochResults(trainer)
+            self._trainer, self._loaders, self._results = trainer, None, EpochResults(trainer, self._results)
             self.settings.ledger.close()
             # Lightning may have built the user's own loaders before this hook.
             discard_training_loaders(trainer)
@@ -302,8 +302,7 @@ class StatefulDataCallback(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         tell_failure(exception)
-        failed_to_load = isinstance(self._phase, SetUp) and trainer.ckpt_path is not None
-        was_restored = self._restored() and not failed_to_load
+        was_restored = self._restored() and (trainer.ckpt_path is None or not isinstance(self._phase, SetUp))
         if not isinstance(self._phase, Resumed) or not was_restored:
             self._phase = Interrupted(self._progress(), was_restored)
         self._signals.end(failed=True)
@@ -329,6 +328,7 @@ class StatefulDataCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""
         if isinstance(self._phase, Resumed):
+            self._results.keep(trainer, self._phase.saved.get("results"))
             self._phase = replace(self._phase, training_began=True)
 
     # Resuming

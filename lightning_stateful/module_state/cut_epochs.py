@@ -1,0 +1,162 @@
+"""Epochs that end before all their batches, by ``max_steps`` say: Lightning calls the hooks of their end all the same.
+
+It calls them again where the rest of the epoch has been trained on. What counts in them has then counted the epoch
+twice: EarlyStopping is given back what it held before; what else has changed is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.contents.dataset_content import bytes_of
+from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer, pl
+from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
+from lightning_stateful.loops.saved_progress import CALLBACK_KEY
+from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.shapes import DAMAGED
+
+# The hook that is called twice.
+_HOOK = "on_train_epoch_end"
+# Ours, kept with the loop: states of EarlyStopping callbacks; and what tells whether others, and the module, change.
+_HELD = "_held_at_cut"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def watch(trainer: pl.Trainer) -> None:
+    """Until :func:`end_watching`, remember what callbacks hold as an epoch is cut, ahead of all hooks of its end."""
+    trainer.fit_loop.advance = partial(_run_epoch, trainer)  # type: ignore[method-assign]
+
+
+def end_watching(trainer: pl.Trainer) -> None:
+    """Undo :func:`watch`; what was remembered of the end stays, for a checkpoint that is written after the fit."""
+    vars(trainer.fit_loop).pop("advance", None)
+
+
+def _run_epoch(trainer: pl.Trainer) -> None:
+    """In place of Lightning's method, which runs all batches of an epoch."""
+    type(trainer.fit_loop).advance(trainer.fit_loop)
+    forget_end(trainer)
+    progress = read_progress(trainer)
+    if progress.running and not progress.ended:
+        stops = {one.state_key: _plain_state(one) for one in _callbacks(trainer) if isinstance(one, EarlyStopping)}
+        plain = {key: state for key, state in stops.items() if state}
+        kept: Any = trainer.fit_loop.epoch_loop
+        vars(kept)[CUT_AT] = next_step(trainer, begun=True), trainer.should_stop
+        vars(kept)[_HELD] = plain, _digests(trainer, plain)
+
+
+def is_cut(trainer: pl.Trainer) -> bool:
+    """Whether the epoch that ends, or has ended last, has further batches."""
+    return CUT_AT in vars(trainer.fit_loop.epoch_loop)
+
+
+def forget_end(trainer: pl.Trainer) -> None:
+    """Forget the end of an epoch, as a further batch begins."""
+    kept: Any = trainer.fit_loop.epoch_loop
+    for name in (CUT_AT, _HELD):
+        vars(kept).pop(name, None)
+
+
+def state_of_cut(trainer: pl.Trainer, epoch: int | None = None) -> dict[str, Any]:
+    """What a resume within an epoch that was cut has to put back, or to name, as plain data.
+
+    Args:
+        trainer: The trainer.
+        epoch: The epoch within which a checkpoint is being written; None for the one that was cut.
+
+    Returns:
+        ``"held"``: by callback what it held before the end. ``"changed"``: what else that end has changed. Empty where
+        the epoch was not cut.
+    """
+    held = vars(trainer.fit_loop.epoch_loop)
+    if _HELD not in held or epoch not in (None, held[CUT_AT][0][0]):
+        return {}
+    (plain, before), now = held[_HELD], _digests(trainer, held[_HELD][0])
+    changed = sorted({name for key, (name, digest) in now.items() if before.get(key) != (name, digest)})
+    return {name: part for name, part in {"held": plain, "changed": changed}.items() if part}
+
+
+def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
+    """Give callbacks back what they held before the end of the epoch that goes on.
+
+    Args:
+        trainer: The trainer.
+        cut: What :func:`state_of_cut` gave.
+
+    Raises:
+        DamagedStateError: A callback cannot load it.
+
+    Warns:
+        StatefulWarning: That end has changed what cannot be put back.
+    """
+    held = cut.get("held", {})
+    for callback in _callbacks(trainer):
+        if isinstance(callback, EarlyStopping) and callback.state_key in held:
+            _load(callback, held[callback.state_key])
+    if changed := cut.get("changed"):
+        rank_zero_warn(
+            f"The epoch that goes on was cut, by max_steps say, and Lightning has called {_HOOK} for it, as it will "
+            f"once more at its end. In that hook, or behind it, {' and '.join(changed)} changed: what is counted or "
+            "changed there is so twice, and the resume is not exact. Resume from a checkpoint that was saved in "
+            "on_train_batch_end, as ModelCheckpoint(every_n_train_steps=...) does.",
+            category=StatefulWarning,
+        )
+
+
+def _digests(trainer: pl.Trainer, known: Collection[str]) -> dict[str, tuple[str, str]]:
+    """By key, name and digest of what a callback with that hook saves, but of known ones; of weights; of schedulers."""
+    found: dict[str, tuple[str, str]] = {}
+    for callback in _callbacks(trainer):
+        kind = type(callback)
+        is_other = not isinstance(callback, (Checkpoint, Timer)) and callback.state_key not in {*known, CALLBACK_KEY}
+        if is_other and getattr(kind, _HOOK) is not getattr(pl.Callback, _HOOK):
+            # What cannot be had is not compared.
+            with suppress(Exception):
+                digest = hex_digest(*bytes_of(callback.state_dict()), size=6)
+                found[callback.state_key] = kind.__qualname__, digest
+    module, schedulers = trainer.lightning_module, [config.scheduler for config in trainer.lr_scheduler_configs]
+    steps = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
+    found["schedulers"] = "learning rate schedulers", repr(steps)
+    if not trainer.strategy.restore_checkpoint_after_setup:
+        # Else they are sharded.
+        with suppress(Exception):
+            sums = [(name, _sum(part)) for name, part in (*module.named_parameters(), *module.named_buffers())]
+            found["weights"] = "weights or buffers of the module", repr(sums)
+    return found
+
+
+def _sum(part: torch.Tensor) -> int:
+    """The sum of the bits of a tensor's numbers, which is the same in any order and so on any device."""
+    return int(part.detach().view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64))
+
+
+def _load(callback: Any, state: Any) -> None:
+    try:
+        callback.load_state_dict(from_plain(state))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedStateError(
+            f"The state of {callback.state_key} before the end of an epoch that was cut cannot be loaded: "
+            f"{error!r}.{DAMAGED}"
+        ) from error
+
+
+def _plain_state(callback: Any) -> Any:
+    """A callback's state as plain data; None for one that a checkpoint of ours cannot hold."""
+    try:
+        return to_plain(callback.state_dict())
+    except Exception:
+        # An error of the user's comes when a checkpoint is written, which may be never.
+        return None
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
