@@ -189,7 +189,7 @@ def _may_depend(value: Any) -> bool:
     if not isinstance(value, MethodType) or not isinstance(value.__self__, pl.LightningModule):
         return _may_read_trainer(value)
     module, functions = value.__self__, [value.__func__]
-    named = {*module._modules, *module._parameters, *module._buffers, *_CHANGING}
+    named = {name for held in ("_modules", "_parameters", "_buffers") for name in vars(module)[held]} | _CHANGING
     for function in functions:
         if not isinstance(function, FunctionType) or named & set(names_in(function.__code__)) or _gives_self(function):
             return True
