@@ -14,6 +14,7 @@ from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
@@ -64,7 +65,7 @@ class CombinedLoaders:
         self._resumed_plans: dict[str, EpochPlan] = {}
         self._resumed_step = 0
         self.began_with = ""
-        self.alike: frozenset[str] = frozenset()
+        self.alike = kinds_found_alike()
         self.is_build_followed = False
         self.refused: Sequence[Difference] = ()
 

@@ -34,7 +34,6 @@ from lightning_stateful.loops.other_callbacks import longest_accumulation
 from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_is_exact
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
@@ -149,7 +148,6 @@ class TrainLoaders:
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
         )
-        self.combined.alike = kinds_found_alike()
         # By path: batches of an epoch, as last said.
         self._said_lengths: dict[str, int] = {}
         # Likewise: the step at which the latest pass over the loader began.
