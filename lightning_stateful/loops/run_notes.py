@@ -207,7 +207,13 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
     warn_of_single_samples(trainer, combined, epoch)
     for path, loader in combined.loaders.items():
         skipping = loader.tracker.skipping
-        if notes := [] if skipping is None else skipping.notes():
+        notes = [] if skipping is None else skipping.notes()
+        if combined.mode == "min_size" and len(combined.loaders) > 1 and loader.goes_on_behind_limit:
+            notes += [
+                "Where a shorter loader ends an epoch, as in the mode min_size, the next epoch of this one goes on "
+                "there; Lightning alone begins its data anew."
+            ]
+        if notes:
             where = f"Training data {path!r}" if path else "Training data"
             rank_zero_info(f"{where}: {' '.join(notes)}")
 

@@ -13,6 +13,7 @@ import torch
 import torchdata.nodes as nodes
 from datasets.distributed import split_dataset_by_node
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.stream_runs import chunks
@@ -380,6 +381,21 @@ def test_the_log_says_once_what_is_done_otherwise(
 
     said = [record.message for record in caplog.records]
     assert [text for text in said if text.startswith(("Training data", "limit_train"))] == expected
+
+
+def test_the_log_says_that_a_stream_goes_on_where_a_shorter_loader_has_ended_an_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def make(mode: str) -> CombinedLoader:
+        return CombinedLoader([DataLoader(Numbers(3)), DataLoader(chunks())], mode)
+
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        whole = train_alone(lambda: make("min_size"), max_epochs=2)
+    (said,) = [record.message for record in caplog.records if "Where a shorter loader ends" in record.message]
+    assert said.startswith("Training data '1': Where a shorter loader ends an epoch, as in the mode min_size")
+    first, second = ([batch[1] for batch in batches(whole.ledger, epoch)] for epoch in range(2))
+    assert len(first) == len(second) == 3
+    assert not set(first) & set(second)
 
 
 class ShuffledByTheProcess:
