@@ -34,6 +34,8 @@ class Use(NamedTuple):
         grows: Whether it counts it up, or puts something into it, for each sample, or for each that it does not have.
         uses_all: Whether it uses more of it than the item of a key.
         into: Attributes that are set from it.
+        carries: Whether a function adds to it, sets it from what it was, or uses it and then sets it, and had not set
+            it before.
     """
 
     counts: bool = False
@@ -41,6 +43,7 @@ class Use(NamedTuple):
     grows: bool = False
     uses_all: bool = False
     into: frozenset[str] = frozenset()
+    carries: bool = False
 
 
 def uses_of(dataset: Any, name: str, *, is_variable: bool = False, may_be_called: bool = False) -> Use:
@@ -77,6 +80,7 @@ def _joined(uses: list[Use]) -> Use:
         grows=any(use.grows for use in uses),
         uses_all=any(use.uses_all for use in uses),
         into=frozenset().union(*(use.into for use in uses)),
+        carries=any(use.carries for use in uses),
     )
 
 
@@ -128,12 +132,12 @@ def _uses_in(code: CodeType, name: str, is_variable: bool, may_be_called: bool) 
     if not functions:
         # There is no source, or that of other code.
         is_named = name in {*names_in(code), *code.co_varnames, *code.co_freevars}
-        return Use(is_named, is_named)
+        return Use(is_named, is_named, carries=is_named)
     found = []
     for function, owner in functions:
         uses = _Uses(name, is_variable, may_be_called, owner, _kept_in(function, owner))
         uses.visit(function)
-        found.append(Use(uses.counts, uses.uses, uses.grows, uses.uses_all, frozenset(uses.into)))
+        found.append(Use(uses.counts, uses.uses, uses.grows, uses.uses_all, frozenset(uses.into), uses.carries))
     return _joined(found)
 
 
@@ -214,7 +218,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self, name: str, is_variable: bool, may_be_called: bool, owner: str, kept: set[str]) -> None:
         self._name, self._is_variable, self._may_be_called = name, is_variable, may_be_called
         self._owner, self._kept = owner, kept
-        self.counts = self.uses = self.grows = self.uses_all = False
+        self.counts = self.uses = self.grows = self.uses_all = self.carries = False
         self.into: set[str] = set()
         # What was set before in this block or in one around it.
         self._set: set[str] = set()
@@ -243,6 +247,10 @@ class _Uses(ast.NodeVisitor):
         while not self._is_named(node) and isinstance(node, (ast.Attribute, ast.Subscript)):
             node = node.value
         return self._is_named(node)
+
+    def _is_left(self, node: ast.AST) -> bool:
+        """Whether this holds the value as an earlier call may have left it."""
+        return self._holds(node) and not any(ast.unparse(part) in self._set for part in ast.walk(node))
 
     def _tells(self, step: ast.stmt) -> bool:
         """Whether a statement does nothing but to write something down, and to set the value."""
@@ -287,7 +295,11 @@ class _Uses(ast.NodeVisitor):
         return _called(node) in _PUT and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if not self._tells(node):
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == "clear" and self._is_named(called.value):
+            # Emptied: as one that is set anew.
+            self._set.add(ast.unparse(called.value))
+        elif not self._tells(node):
             self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
@@ -310,13 +322,14 @@ class _Uses(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if self._holds(node.target):
-            self.counts = True
+            self.counts, self.carries = True, self.carries or self._is_left(node.target)
             self.grows = self.grows or not self._is_now_and_then
             self._visit_value(node.value)
         elif not self._goes_into([node.target], node.value):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        self.carries = self.carries or self._is_carried_by(node)
         if any(map(self._holds, node.targets)) and self._is_in(node.value):
             # Also one that is made where it is None.
             self.counts = True
@@ -325,6 +338,12 @@ class _Uses(ast.NodeVisitor):
         elif not self._goes_into(node.targets, node.value):
             self.generic_visit(node)
             self._set |= {ast.unparse(target) for target in node.targets if self._is_named(target)}
+
+    def _is_carried_by(self, node: ast.Assign) -> bool:
+        """Whether this sets the value, from what it was or behind a use of that."""
+        parts = [part for target in node.targets for part in getattr(target, "elts", [target])]
+        is_used = self.uses or self._is_in(node.value)
+        return is_used and any(map(self._is_left, parts))
 
     def _visit_value(self, value: ast.expr) -> None:
         if self._is_in(value) and not self._is_simple(value):
@@ -357,6 +376,8 @@ class _Uses(ast.NodeVisitor):
         if called == "setdefault" and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value):
             # Such as a number for each new word, which is how many there were.
             self.grows = self.grows or self._is_in(*node.args)
+        if called in _ADD and isinstance(node.func, ast.Attribute):
+            self.carries = self.carries or self._is_left(node.func.value)
         if self._is_put(node):
             self.grows = self.grows or (called in _ADD and not self._is_now_and_then)
             for part in node.args:

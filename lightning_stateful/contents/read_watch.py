@@ -36,7 +36,11 @@ T = TypeVar("T")
 # Batches after which nothing is looked at any more, and the changes by which one carries something over: of a
 # container, and of what code counts up or moves on.
 _NUM_LOOKS, _LEAST_CHANGES, _LEAST_COUNTED = 6, 4, 2
-_MOST_HOLDERS, _MOST_ITEMS = 256, 2048
+# Batches of a stream after which nothing is looked at any more.
+_MOST_BATCHES = 2048
+_MOST_HOLDERS, _MOST_ITEMS, _MOST_COLUMNS = 256, 2048, 16
+# Kinds of values in which a part of some samples may be kept for later ones.
+_LEFTOVERS = (list, tuple, dict, str, bytes, bytearray, torch.Tensor, np.ndarray)
 
 
 class _Name(NamedTuple):
@@ -195,9 +199,11 @@ class ReadWatch:
 
 
 class StreamWatch(ReadWatch):
-    """Looks at what functions of a stream hold before its first batch, and behind the batches 1, 2, 4, 8, 16 and 32.
+    """Looks at what functions of a stream hold before its first batch, and behind batches 1, 2, 4 and so on to 2048.
 
-    Samples are read ahead, so that most batches change nothing.
+    Samples are read ahead, so that most batches change nothing. The last batch of each pass is one that is looked
+    behind, too. Warned of is also what is left of some samples and joined with later ones: a list, string, tensor or
+    the like that is changed, and not only added to, by code that adds to it, or uses it and then sets it.
 
     Args:
         source: Whatever holds the functions.
@@ -207,18 +213,21 @@ class StreamWatch(ReadWatch):
         super().__init__(source, keeps=False)
         self._num_batches, self._before = 0, self._snapshot()
 
-    def after_batch(self) -> str:
+    def after_batch(self, *, is_last: bool = False) -> str:
         """A batch was read.
+
+        Args:
+            is_last: Whether it is the last one of a pass.
 
         Returns:
             A warning, once, that a function remembers what it was given; mostly nothing.
         """
         self._num_batches += 1
-        if self.is_over or self._num_batches & (self._num_batches - 1):
+        if self.is_over or (self._num_batches & (self._num_batches - 1) and not is_last):
             return ""
         before, self._before = self._before, self._snapshot()
         found = self._look(before, self._before)
-        self.is_over = bool(found) or self._num_looks >= _NUM_LOOKS
+        self.is_over = bool(found) or self._num_batches >= _MOST_BATCHES
         if self.is_over:
             self._changes, self._before = {}, {}
         if not found:
@@ -231,6 +240,29 @@ class StreamWatch(ReadWatch):
 
     def _is_often(self, num_changes: int, *, is_counted: bool) -> bool:
         return num_changes >= _LEAST_COUNTED
+
+    def _snapshot(self) -> dict[_Name, Any]:
+        found = super()._snapshot()
+        # A list for each column, say.
+        lists = {
+            name._replace(attribute=f"{name.attribute}[{key!r}]"): list(item)
+            for name, held in found.items()
+            if isinstance(held, dict)
+            for key, item in islice(held.items(), _MOST_COLUMNS)
+            if isinstance(item, list) and len(item) <= _MOST_ITEMS
+        }
+        return found | lists
+
+    def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
+        return super()._is_carried(name, changes) or self._is_leftover(name, changes)
+
+    def _is_leftover(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
+        """Whether code leaves something here for the next call, and has left something else each time."""
+        left = [now for was, now in changes if was is not None]
+        if len(left) < _LEAST_COUNTED or not all(isinstance(now, _LEFTOVERS) for now in left):
+            return False
+        used = _uses(self._dataset, name)
+        return used.uses and (used.carries or "[" in name.attribute)
 
 
 def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
@@ -252,7 +284,9 @@ def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
 
 
 def _uses(dataset: Any, name: _Name) -> Use:
-    return uses_of(dataset, name.attribute.rpartition(".")[2], is_variable=not name.way)
+    # Of a list in a dict, that of the dict.
+    leaf = name.attribute.partition("[")[0].rpartition(".")[2]
+    return uses_of(dataset, leaf, is_variable=not name.way)
 
 
 def _joined(names: list[_Name]) -> str:

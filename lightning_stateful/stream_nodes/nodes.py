@@ -31,7 +31,7 @@ class Shards(ABC):
     Attributes:
         draws: Whether code of the user's runs at every sample, which may draw random numbers.
         runs_users_code: Whether code of the user's that may draw random numbers runs as a shard is opened or read.
-        was_watched: Whether it is known in this process if functions remember what they were given.
+        watch: Looks, in this process, whether functions remember what they were given; None before a pass.
         has_index: Whether the samples are those of data with an index, by which its nodes give them.
         hides_workers: Whether a dataset in it, which would divide itself among workers, is told that there is one.
         warning: What a user should know before training, and what to do about it; empty for nothing.
@@ -42,13 +42,17 @@ class Shards(ABC):
 
     draws: bool = False
     runs_users_code: bool = True
-    was_watched: bool = False
+    watch: Any = None
     has_index: bool = False
     hides_workers: bool = False
     warning: str = ""
     note: str = ""
     reread: str = ""
     reread_if_drawn: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process looks by itself.
+        return {**vars(self), "watch": None}
 
     @property
     @abstractmethod

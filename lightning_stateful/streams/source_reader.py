@@ -72,7 +72,9 @@ class SourceReader:
         self._reader: ShardReader | None = None
         # A source that has nothing is read to its end at once.
         self.has_given = begin != FRESH
-        self._watch = None if source.shards.was_watched else StreamWatch(source)
+        if source.shards.watch is None:
+            source.shards.watch = StreamWatch(source)
+        self._watch: StreamWatch = source.shards.watch
 
     def next_many(self, number: int) -> list[Any]:
         """The next samples, or batches, up to ``number``; fewer at the end only."""
@@ -85,16 +87,10 @@ class SourceReader:
             self._advance()
         if taken:
             self.has_given = True
-        if self._watch is not None:
-            self._look(self._watch)
+        # Whether functions remember what they were given is said once in each process.
+        if not self._watch.is_over and (text := self._watch.after_batch(is_last=self._index == len(self._slices))):
+            self._said.append(text)
         return taken
-
-    def _look(self, watch: StreamWatch) -> None:
-        """See whether functions remember what they were given, once in each process."""
-        if found := watch.after_batch():
-            self._said.append(found)
-        if watch.is_over or self._index == len(self._slices):
-            self._watch, self._source.shards.was_watched = None, True
 
     @property
     def is_empty(self) -> bool:

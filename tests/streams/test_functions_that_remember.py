@@ -87,6 +87,85 @@ class Cached:
         return {"id": row["id"], "length": self.lengths[row["id"]]}
 
 
+class Packs:
+    """Joins ids to rows of 3, and keeps the rest for the next call."""
+
+    def __init__(self) -> None:
+        self.rest: list[int] = []
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[list[int]]]:
+        packed = []
+        for one in batch["id"]:
+            self.rest += [one] * (1 + one % 7)
+            while len(self.rest) >= 3:
+                packed.append(self.rest[:3])
+                self.rest = self.rest[3:]
+        return {"packed": packed}
+
+
+class PacksColumns:
+    """Likewise, of several columns."""
+
+    def __init__(self) -> None:
+        self.rest: dict[str, list[int]] = {"id": []}
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[list[int]]]:
+        for name, values in batch.items():
+            self.rest[name].extend(values)
+        packed = []
+        while len(self.rest["id"]) >= 3:
+            packed.append(self.rest["id"][:3])
+            del self.rest["id"][:3]
+        return {"packed": packed}
+
+
+def packs_text() -> Callable[[Any], Any]:
+    """Likewise, of characters, in a closure."""
+    rest = ""
+
+    def pack(batch: dict[str, list[int]]) -> dict[str, list[str]]:
+        nonlocal rest
+        text = rest + "".join(str(one) for one in batch["id"])
+        whole = len(text) // 3 * 3
+        rest = text[whole:]
+        return {"packed": [text[begin : begin + 3] for begin in range(0, whole, 3)]}
+
+    return pack
+
+
+class TakesFromPool:
+    """Takes ids out of a pool that it fills."""
+
+    def __init__(self) -> None:
+        self.pool: list[int] = []
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[int]]:
+        self.pool.extend(batch["id"])
+        self.pool.sort()
+        return {"packed": [self.pool.pop(0) for _ in range(len(self.pool) - 2)]}
+
+
+class WorksInLists:
+    """Sets lists anew, or empties them, before it uses them."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.more: list[int] = []
+        self.latest: list[str] = []
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[int]]:
+        self.found = []
+        self.more.clear()
+        self.latest = [str(one) for one in batch["id"]]
+        for one in batch["id"]:
+            self.found.append(one)
+            self.more.append(one + 1)
+        return {"packed": self.found + self.more + self.doubled()}
+
+    def doubled(self) -> list[int]:
+        return [2 * int(one) for one in self.latest]
+
+
 def chunks() -> ChunkedDataset:
     return ChunkedDataset(range(4), lambda chunk: [{"id": (chunk * 70 + number) % 150} for number in range(70)])
 
@@ -139,5 +218,31 @@ def test_workers_tell_the_training_process() -> None:
 @pytest.mark.parametrize("kind", ["chunks", "Hugging Face"])
 def test_counts_that_are_written_down_and_caches_are_let_be(make: Any, kind: str, tmp_path: Path) -> None:
     data = (chunks() if kind == "chunks" else rows(tmp_path)).map(make())
+
+    assert said(patch_dataloader(DataLoader(data, batch_size=4, collate_fn=list))) == []
+
+
+PACKS = [
+    (Packs, "Packs changes 'rest'"),
+    (PacksColumns, "PacksColumns changes \"rest['id']\""),
+    (packs_text, "pack changes 'rest'"),
+    (TakesFromPool, "TakesFromPool changes 'pool'"),
+]
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our stream", "a plain DataLoader"])
+@pytest.mark.parametrize(("make", "text"), PACKS, ids=[make.__name__ for make, _ in PACKS])
+def test_what_packing_leaves_for_the_next_call_is_warned_of(make: Any, text: str, ours: bool, tmp_path: Path) -> None:
+    data = rows(tmp_path).map(make(), batched=True, batch_size=6, remove_columns=["id"])
+    module = StreamDataModule(data, batch_size=4, buffer_size=0, collate_fn=list)
+
+    loader = module.train_dataloader() if ours else patch_dataloader(DataLoader(data, batch_size=4, collate_fn=list))
+
+    (message,) = said(loader)
+    assert f"{text} as samples are read" in message
+
+
+def test_lists_that_are_set_anew_are_let_be(tmp_path: Path) -> None:
+    data = rows(tmp_path).map(WorksInLists(), batched=True, batch_size=6, remove_columns=["id"])
 
     assert said(patch_dataloader(DataLoader(data, batch_size=4, collate_fn=list))) == []
