@@ -261,7 +261,9 @@ class DatasetSettings:
         counted: list[str] = []
         # Workers have copies from when their pass began, also of what was set later.
         in_workers = self._is_within_epoch and loader is not None and loader.num_workers > 0
+        set_within: list[str] = []
         for name, (latest, began, first) in self._expected.pop(path, {}).items():
+            set_within += [name] if latest != began else []
             if name in self.said.get(path, ()):
                 continue
             in_copies = in_workers and not latest.endswith(_SHARED)
@@ -278,6 +280,8 @@ class DatasetSettings:
         if counted:
             rank_zero_info(f"On the resume {'; '.join(counted)}. That is exact if hooks set it by the epoch alone.")
         if not wrong:
+            if set_within and loader is not None and self._is_within_epoch:
+                self._warn_of_reading_ahead(path, loader, set_within)
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
         rank_zero_warn(
@@ -287,6 +291,17 @@ class DatasetSettings:
             "on_load_checkpoint or on_train_start.",
             category=StatefulWarning,
         )
+
+    def _warn_of_reading_ahead(self, path: str, loader: StatefulLoader, names: list[str]) -> None:
+        """Warn of values that hooks set within an epoch of a loader that Lightning reads one batch ahead."""
+        if not loader.is_sized and not loader.num_workers:
+            rank_zero_warn(
+                f"{self._owner(path, names)} were set within the epoch that goes on: {', '.join(sorted(names))}. "
+                "Lightning reads a loader without length one batch ahead, so that the first batch of a resume is read "
+                "under the value of now, and was read under the one before. If samples depend on it, the resume is not "
+                "exact. Give the sampler a __len__, or set it between epochs.",
+                category=StatefulWarning,
+            )
 
     def _owner(self, path: str, names: Collection[str]) -> str:
         """Words for what has some values."""

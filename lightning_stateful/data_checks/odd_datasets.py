@@ -15,6 +15,7 @@ from lightning_stateful.core import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.generators.attributes import attributes_of, closure_of, codes_in, names_in, reached
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.patching import map_style
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
@@ -122,6 +123,32 @@ def warn_of_old_copies(combined: CombinedLoaders) -> None:
             "something else. Pass persistent_workers=False: then each epoch starts workers with a copy of its own.",
             category=StatefulWarning,
         )
+
+
+def warn_of_reading_ahead(trainer: pl.Trainer, combined: CombinedLoaders, step: int) -> None:
+    """Warn, on a resume within an epoch, of data that Lightning reads ahead and that hold a Trainer or weights.
+
+    A loader without length is read one batch ahead, in this process. So a batch is read before the step ahead of it,
+    and the first one of a resume behind it.
+
+    Args:
+        trainer: The trainer.
+        combined: The training loaders.
+        step: The step of the epoch at which training goes on; 0 for its beginning.
+
+    Warns:
+        StatefulWarning: There are such data, for each loader.
+    """
+    for loader in map_style(combined.loaders).values() if step else ():
+        kind = "" if loader.is_sized or loader.num_workers else find_trained(trainer, loader.dataset, loader.collate_fn)
+        if kind:
+            rank_zero_warn(
+                f"The dataset, a {type(loader.dataset).__qualname__}, holds a {kind}, and Lightning reads its loader "
+                "one batch ahead, for want of a length: the first batch of a resume is read where training stands now, "
+                "and was read one step before. If samples depend on global_step or on weights, the resume is not "
+                "exact. Give the sampler a __len__.",
+                category=StatefulWarning,
+            )
 
 
 def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:

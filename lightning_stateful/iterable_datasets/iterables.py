@@ -22,7 +22,7 @@ from lightning_stateful.iterable_datasets.pass_history import (
     history_of,
     parts_of,
 )
-from lightning_stateful.iterable_datasets.rank_draws import DrawsInThreads, seed_reads
+from lightning_stateful.iterable_datasets.rank_draws import UnseededDraws, seed_reads
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -191,7 +191,7 @@ class IterableSlot:
         self._samples: Any = None
         self._iterator: Any = None
         self.said: list[str] = []
-        self._threads = DrawsInThreads()
+        self._draws = UnseededDraws(gives_batches=config.gives_batches)
         self._is_exhausted = False
         # Samples of a last batch that is not full, left out by drop_last.
         self._left_out = 0
@@ -437,7 +437,7 @@ class IterableSlot:
         held = self._held
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
         self._history[self._number] = number if batch else -1 - number
-        self.said += self._threads.said(self._name())
+        self.said += self._draws.said(self._name())
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
         self._watch_contents(is_first=not held["batches"])
@@ -489,7 +489,7 @@ class IterableSlot:
 
     def _seed(self, epoch: int, number: int) -> None:
         seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)
-        self._threads.note_seeded(self._config.sample_seed)
+        self._draws.note_seeded(self._config.sample_seed)
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)

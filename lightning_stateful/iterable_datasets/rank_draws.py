@@ -2,7 +2,7 @@
 
 A dataset may shuffle by the process's generators and take every n-th file: after ``seed_everything`` all ranks shuffle
 alike in torch, and each file comes once. Where the ranks' generators stand apart, ranks have to draw apart. What it
-draws in threads of its own follows no seed.
+draws in threads of its own follows no seed, nor what an iterable of batches draws.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.generators.attributes import is_users
+from lightning_stateful.generators.generator_states import process_states
 from lightning_stateful.generators.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rank_exchange import exchanged
@@ -124,32 +125,46 @@ def kinds_alike(of_ranks: Sequence[Mapping[str, str]]) -> frozenset[str]:
     return ALL_KINDS if found and found == first.keys() else found & ALL_KINDS
 
 
-class DrawsInThreads:
-    """Notices draws from the process's generators while threads run that a dataset has started.
+class UnseededDraws:
+    """Notices draws from the process's generators that no seed decides, in the first batches of a pass.
 
-    Such threads draw as they happen to run, before or after the generators are seeded for a batch. Looked for are
-    threads that run a function of the user's, or are those of a pool, in the first batches of a pass.
+    A thread that a dataset has started draws as it happens to run, before or after the generators are seeded for a
+    batch. Looked for are threads that run a function of the user's, or are those of a pool. An iterable of batches,
+    which is not seeded, draws from where the model has left the generators.
+
+    Args:
+        gives_batches: Whether it is an iterable of batches.
     """
 
-    def __init__(self) -> None:
-        self._others, self._num_left = set(threading.enumerate()), _LOOKS
-        self._seeded: Any = None
+    def __init__(self, *, gives_batches: bool) -> None:
+        self._gives_batches, self._others = gives_batches, set(threading.enumerate())
+        self._num_read = 0
+        self._before: Any = None
 
     def note_seeded(self, seed: int | None) -> None:
-        """The generators were seeded for a batch, unless the seed is None."""
-        is_looked_at = seed is not None and self._num_left and self._started()
-        self._seeded = Randomness.now().as_texts() if is_looked_at else None
+        """A batch is about to be read, for which the generators were seeded, unless the seed is None."""
+        # With its first batch a pass may begin one of a DataLoader, which draws a seed for workers.
+        is_unseeded = seed is None and self._gives_batches and self._num_read > 0
+        is_looked_at = self._num_read < _LOOKS and (is_unseeded or (seed is not None and self._started()))
+        self._before = process_states() if is_looked_at else None
 
     def said(self, name: str) -> list[str]:
-        """A text if something was drawn since :meth:`note_seeded` while such a thread runs, once.
+        """A text if something was drawn since :meth:`note_seeded`, once.
 
         Args:
             name: The dataset's name.
         """
-        is_found = self._seeded is not None and self._seeded != Randomness.now().as_texts()
-        self._num_left = 0 if is_found else max(self._num_left - 1, 0)
+        is_found = self._before is not None and self._before != process_states()
+        self._num_read += _LOOKS if is_found else 1
         if not is_found:
             return []
+        if self._gives_batches:
+            return [
+                f"{name} draws from the process's random generators, from where the model has left them. So the first "
+                "batches after a resume within an epoch draw other numbers than without the stop. Let it draw from a "
+                "generator of its own that is in its state; or train on a DataLoader, or on a graph of torchdata nodes "
+                "with StreamDataModule(graph), whose samples are seeded."
+            ]
         return [
             f"{name} runs threads of its own in this process, while random numbers are drawn from the process's "
             "generators. If a thread draws them, they are others in every run, and after a resume: draw in the "

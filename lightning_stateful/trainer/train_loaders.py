@@ -254,6 +254,7 @@ class TrainLoaders:
         loop_progress.call_before_epochs(self._trainer, self.combined.end_awaiting)
         say_at_start(self._trainer, self.combined, self._next_step()[0])
         odd_datasets.warn_of_old_copies(self.combined)
+        odd_datasets.warn_of_reading_ahead(self._trainer, self.combined, self._next_step()[1])
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""

@@ -193,6 +193,28 @@ def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
     assert not unseeded.said
 
 
+class Drawn(Numbers):
+    """Batches of its own: it draws as a pass begins, and perhaps in each batch."""
+
+    def __init__(self, *, in_batches: bool) -> None:
+        self.in_batches = in_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        first = random.random()
+        for number in range(5):
+            yield number + (random.random() if self.in_batches else first)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_batches_that_are_drawn_from_where_the_model_has_left_generators_are_told(in_batches: bool) -> None:
+    how: dict[str, Any] = {"sample_seed": None, "batch_size": None}
+    for gives_batches in (True, False):
+        slot = slot_of(Drawn(in_batches=in_batches), gives_batches=gives_batches, **how)
+        assert len(list(slot)) == 5
+        told = ["from where the model has left them" in one for one in slot.said]
+        assert told == [True] * (in_batches and gives_batches)
+
+
 def test_a_state_that_is_no_plain_data_is_refused() -> None:
     class Odd(GoesOnWithState):
         def state_dict(self) -> dict[str, Any]:
