@@ -242,16 +242,16 @@ class StreamWatch(ReadWatch):
         return num_changes >= _LEAST_COUNTED
 
     def _snapshot(self) -> dict[_Name, Any]:
-        found = super()._snapshot()
+        values = super()._snapshot()
         # A list for each column, say.
         lists = {
             name._replace(attribute=f"{name.attribute}[{key!r}]"): list(item)
-            for name, held in found.items()
+            for name, held in values.items()
             if isinstance(held, dict)
             for key, item in islice(held.items(), _MOST_COLUMNS)
             if isinstance(item, list) and len(item) <= _MOST_ITEMS
         }
-        return found | lists
+        return values | lists
 
     def _is_carried(self, name: _Name, changes: list[tuple[Any, Any]]) -> bool:
         return super()._is_carried(name, changes) or self._is_leftover(name, changes)
