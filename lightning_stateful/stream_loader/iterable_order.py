@@ -31,6 +31,7 @@ from lightning_stateful.streams.rank_draws import (
     lightning_seeds_workers,
     where_generators_stand,
 )
+from lightning_stateful.streams.set_within import SetWithinPass
 
 
 class IterableOrder(StreamReader):
@@ -81,6 +82,8 @@ class IterableOrder(StreamReader):
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
         is_watched = is_watched and not self._shares_workers
         self._watch = SetBetweenPasses(self.dataset, in_workers=loader.num_workers > 0) if is_watched else None
+        # What is set within a pass does not reach workers.
+        self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
 
     def _warn_of_drawn_orders(self) -> None:
         if draws_orders(getattr(self.dataset, "root", None)):
@@ -179,13 +182,17 @@ class IterableOrder(StreamReader):
                 if not run.has_next():
                     break
                 batch = run.next()
+                step, num_served = step + 1, run.num_served
                 if self._watch is not None:
                     self._watch.note_read()
-                step, num_served = step + 1, run.num_served
+                if self._within is not None:
+                    self._within.note_read(epoch, step)
                 self.recent.note(epoch, step, ServedState(run))
                 if step == self._limit:
                     self._end(epoch, step, run)
                 yield batch
+                if self._within is not None:
+                    self._within.note_outside()
             if not step and self._limit:
                 self._warn_of_nothing()
             if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
@@ -214,7 +221,7 @@ class IterableOrder(StreamReader):
                 )
             self._has_warned = True
             # From now on either may change the dataset between two passes of the other.
-            self._watch = None
+            self._watch = self._within = None
             if not (self._shares_workers or self._is_joined):
                 # Both go on, as in torch.
                 self._run = None
@@ -249,6 +256,8 @@ class IterableOrder(StreamReader):
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))
             self._watch.is_within = progress.consumed > 0
+        if self._within is not None:
+            self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 
@@ -257,6 +266,8 @@ class IterableOrder(StreamReader):
         details = super().details_at(epoch, step)
         found = {} if self._watch is None else self._watch.found(within=step > 0)
         details |= {"set": found} if found else {}
+        within = {} if self._within is None else self._within.state(epoch, step)
+        details |= {"set_within": within} if within else {}
         copies = {} if self._copies is None else self._copies.state()
         return {**details, "copies": copies} if copies else details
 
@@ -269,6 +280,8 @@ class IterableOrder(StreamReader):
             self._copies.note_begin(is_started=self.worker_iterator is not None)
         if self._watch is not None:
             self._watch.note_begin()
+        if self._within is not None:
+            self._within.note_begin()
         state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
