@@ -23,7 +23,13 @@ from lightning_stateful.stream_nodes.node_shards import draws_orders
 from lightning_stateful.stream_nodes.own_state import has_state
 from lightning_stateful.streams.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.streams.iterables import IterableConfig
-from lightning_stateful.streams.pass_history import SetBetweenPasses, beginning_of, digest_of_dataset, parts_of
+from lightning_stateful.streams.pass_history import (
+    SetBetweenPasses,
+    beginning_of,
+    digest_of_dataset,
+    is_in_shared_memory,
+    parts_of,
+)
 from lightning_stateful.streams.persistent_copies import PersistentCopies
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
@@ -80,8 +86,10 @@ class IterableOrder(StreamReader):
         is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
         # Nothing of the dataset that lives on in workers is set from here.
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
-        is_watched = is_watched and not self._shares_workers
-        self._watch = SetBetweenPasses(self.dataset, in_workers=loader.num_workers > 0) if is_watched else None
+        # But for what lies in shared memory.
+        how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
+        how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
+        self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
 

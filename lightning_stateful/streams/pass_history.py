@@ -168,14 +168,15 @@ class SetBetweenPasses:
     Args:
         dataset: The dataset, as it is in this process.
         in_workers: Whether workers read copies of it, so that no pass changes it here.
+        looks_at: Whether to look at a value; by default at all.
 
     Attributes:
         expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
         is_within: Whether these are of a pass that goes on, and not of one that is over.
     """
 
-    def __init__(self, dataset: Any, *, in_workers: bool) -> None:
-        self._dataset, self._in_workers = dataset, in_workers
+    def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
+        self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
         self.expected: dict[str, str] = {}
         self.is_within = False
         self._built = self._held()
@@ -280,7 +281,7 @@ class SetBetweenPasses:
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
         held: dict[str, str] = {}
-        for name, value in attributes_in(self._dataset):
+        for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return held
 
@@ -309,6 +310,15 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
             continue
         held = {**defaults_of_class(part), **attributes_of(part)}
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
+
+
+def is_in_shared_memory(value: Any) -> bool:
+    """Whether a value lies in memory that workers share with this process: a tensor, or one of multiprocessing's."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+    module = type(value).__module__
+    # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
+    return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))
 
 
 def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:

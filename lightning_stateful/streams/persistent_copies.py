@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN
-from lightning_stateful.streams.pass_history import attributes_in
+from lightning_stateful.streams.pass_history import attributes_in, is_in_shared_memory
 from lightning_stateful.user_samplers.sampler_copy import digest_of_contents
 
 _MOST_NAMED, _MOST_CHARACTERS = 8, 40
@@ -20,7 +20,8 @@ _DIGEST = "#"
 class PersistentCopies:
     """The attributes of a dataset in this process, from which the copies in persistent workers are made.
 
-    Datasets with ``set_epoch`` are left out, as workers are told the epoch.
+    Datasets with ``set_epoch`` are left out, as workers are told the epoch; so is what lies in shared memory, where
+    workers read what is set here.
 
     Args:
         dataset: The dataset.
@@ -109,6 +110,8 @@ class PersistentCopies:
         """Texts of all attributes: plain values as they are, others as digests."""
         found: dict[str, str] = {}
         for name, value in attributes_in(self._dataset):
+            if is_in_shared_memory(value):
+                continue
             text = repr(value)[:_MOST_CHARACTERS] if type(value) in PLAIN else ""
             text = text or f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value})}"
             found[name] = f"{found[name]} {text}" if name in found else text
