@@ -27,10 +27,9 @@ from lightning_stateful.streams.pass_history import (
     SetBetweenPasses,
     beginning_of,
     digest_of_dataset,
-    is_in_shared_memory,
     parts_of,
 )
-from lightning_stateful.streams.persistent_copies import PersistentCopies
+from lightning_stateful.streams.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.streams.rank_draws import (
     generators_of_ranks,
     kinds_alike,
@@ -312,6 +311,8 @@ class IterableOrder(StreamReader):
         self.ended = epoch, step
         if self._watch is not None and run is not None:
             self._watch.note_end()
+        if self._within is not None and run is not None:
+            self._within.note_end()
         if not self.begins_anew:
             self.recent.copy(epoch + 1, 0, epoch, step)
             return

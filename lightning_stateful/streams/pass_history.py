@@ -72,6 +72,7 @@ class PassHistory(list[int]):
         self._began: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators.
         self._contents = self._drawn = ""
+        self._length = -1
 
     def is_where_loaded(self, batch: list[Any]) -> bool:
         """Whether a batch is the first one behind a loaded state, though the pass before the present one has ended.
@@ -111,16 +112,21 @@ class PassHistory(list[int]):
             "an attribute of the dataset, or let the order follow from set_epoch(epoch)."
         )
 
-    def watch(self, dataset: Any, *, is_first: bool, is_end: bool, is_early: bool) -> None:
+    def watch(self, dataset: Any, item: int, *, is_first: bool, is_end: bool, is_early: bool) -> None:
         """Note what a pass changes, and whether samples were drawn from generators.
 
         Args:
             dataset: The dataset.
+            item: Samples, or batches of an iterable of batches, that the pass has given: by its length the last is
+                known, behind which nobody may ask for more.
             is_first: Whether the first batch of the pass was read.
             is_end: Whether the pass is at its end.
             is_early: Whether one of the first batches was read.
         """
         outside = self.outside
+        if is_first:
+            self._length = _length_of(dataset)
+        is_end = is_end or item == self._length
         if is_first or is_end:
             now = {} if outside is None else outside.digests()
             self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
@@ -312,15 +318,6 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
 
 
-def is_in_shared_memory(value: Any) -> bool:
-    """Whether a value lies in memory that workers share with this process: a tensor, or one of multiprocessing's."""
-    if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
-    module = type(value).__module__
-    # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
-    return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))
-
-
 def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Random generators in a dataset and its parts, but the process's, by the ``class.attribute`` that leads there."""
     for part in parts_of(dataset):
@@ -372,6 +369,14 @@ def _parts_of_loader(loader: Any) -> list[Any]:
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and its parts."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
+
+
+def _length_of(dataset: Any) -> int:
+    """How many items a dataset, or an iterable, says that it has; -1 if it does not."""
+    try:
+        return len(dataset)
+    except Exception:
+        return -1
 
 
 def history_of(dataset: Any) -> PassHistory:

@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.samplers.attributes import PLAIN
-from lightning_stateful.streams.pass_history import attributes_in, is_in_shared_memory
+from lightning_stateful.streams.pass_history import attributes_in
 from lightning_stateful.user_samplers.sampler_copy import digest_of_contents
 
 _MOST_NAMED, _MOST_CHARACTERS = 8, 40
@@ -116,6 +118,15 @@ class PersistentCopies:
             text = text or f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value})}"
             found[name] = f"{found[name]} {text}" if name in found else text
         return found
+
+
+def is_in_shared_memory(value: Any) -> bool:
+    """Whether a value lies in memory that workers share with this process: a tensor, or one of multiprocessing's."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+    module = type(value).__module__
+    # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
+    return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:

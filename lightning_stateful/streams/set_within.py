@@ -76,6 +76,10 @@ class SetWithinPass:
             self._compare()
         self._left, self._at = [dict(of) for _, of in self._holders], (epoch, num_read)
 
+    def note_end(self) -> None:
+        """A pass has ended: what is set from here on is set between two passes."""
+        self._left = None
+
     def note_outside(self) -> None:
         """The next batch is about to be read, or a state is taken: whatever has changed was set by something else."""
         left = self._left
