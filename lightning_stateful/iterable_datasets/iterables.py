@@ -389,7 +389,7 @@ class IterableSlot:
                 )
             first = first.behind(batch, found)
             found += len(batch)
-            self._watch_contents(is_first=not number)
+            self._watch_contents(found, is_first=not number)
         if self._config.is_checked:
             where, is_seeded = f"{self._name()} begins pass {self.epoch}", self._config.sample_seed is not None
             self.said += first.compare(held["samples"], where, is_as_long=found == held["item"], is_seeded=is_seeded)
@@ -440,7 +440,7 @@ class IterableSlot:
         self.said += self._draws.said(self._name())
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
-        self._watch_contents(is_first=not held["batches"])
+        self._watch_contents(item, is_first=not held["batches"])
         changes |= self._history.noted()
         if has_state(self._dataset) or has_state(self._iterator):
             self._compare_with_loaded(batch)
@@ -449,11 +449,11 @@ class IterableSlot:
             changes["samples"] = list(FirstSamples(*held["samples"] or ()).behind(batch, held["item"]))
         self._held = {**held, **changes}
 
-    def _watch_contents(self, *, is_first: bool) -> None:
+    def _watch_contents(self, item: int, *, is_first: bool) -> None:
         """Note what the dataset holds after the first batch of a pass, and whether that has changed by its end."""
         if self._config.counts_passes:
             is_early = self._held["batches"] < NUM_FIRST
-            self._history.watch(self._dataset, is_first=is_first, is_end=self._is_exhausted, is_early=is_early)
+            self._history.watch(self._dataset, item, is_first=is_first, is_end=self._is_exhausted, is_early=is_early)
 
     def _state_after(self, batch: list[Any]) -> NodeState:
         """A state of the dataset's own, from before the batch but for the first one, and a digest of what is behind."""

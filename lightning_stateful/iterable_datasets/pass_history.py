@@ -72,6 +72,7 @@ class PassHistory(list[int]):
         self._began: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators.
         self._contents = self._drawn = ""
+        self._length = -1
 
     def is_where_loaded(self, batch: list[Any]) -> bool:
         """Whether a batch is the first one behind a loaded state, though the pass before the present one has ended.
@@ -111,16 +112,21 @@ class PassHistory(list[int]):
             "an attribute of the dataset, or let the order follow from set_epoch(epoch)."
         )
 
-    def watch(self, dataset: Any, *, is_first: bool, is_end: bool, is_early: bool) -> None:
+    def watch(self, dataset: Any, item: int, *, is_first: bool, is_end: bool, is_early: bool) -> None:
         """Note what a pass changes, and whether samples were drawn from generators.
 
         Args:
             dataset: The dataset.
+            item: Samples, or batches of an iterable of batches, that the pass has given: by its length the last is
+                known, behind which nobody may ask for more.
             is_first: Whether the first batch of the pass was read.
             is_end: Whether the pass is at its end.
             is_early: Whether one of the first batches was read.
         """
         outside = self.outside
+        if is_first:
+            self._length = _length_of(dataset)
+        is_end = is_end or item == self._length
         if is_first or is_end:
             now = {} if outside is None else outside.digests()
             self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
@@ -168,14 +174,15 @@ class SetBetweenPasses:
     Args:
         dataset: The dataset, as it is in this process.
         in_workers: Whether workers read copies of it, so that no pass changes it here.
+        looks_at: Whether to look at a value; by default at all.
 
     Attributes:
         expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
         is_within: Whether these are of a pass that goes on, and not of one that is over.
     """
 
-    def __init__(self, dataset: Any, *, in_workers: bool) -> None:
-        self._dataset, self._in_workers = dataset, in_workers
+    def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
+        self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
         self.expected: dict[str, str] = {}
         self.is_within = False
         self._built = self._held()
@@ -280,7 +287,7 @@ class SetBetweenPasses:
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
         held: dict[str, str] = {}
-        for name, value in attributes_in(self._dataset):
+        for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return held
 
@@ -362,6 +369,14 @@ def _parts_of_loader(loader: Any) -> list[Any]:
 def digest_of_dataset(dataset: Any) -> str:
     """Digest of what a dataset holds, and its parts."""
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
+
+
+def _length_of(dataset: Any) -> int:
+    """How many items a dataset, or an iterable, says that it has; -1 if it does not."""
+    try:
+        return len(dataset)
+    except Exception:
+        return -1
 
 
 def history_of(dataset: Any) -> PassHistory:

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.iterable_datasets.pass_history import attributes_in
@@ -20,7 +22,8 @@ _DIGEST = "#"
 class PersistentCopies:
     """The attributes of a dataset in this process, from which the copies in persistent workers are made.
 
-    Datasets with ``set_epoch`` are left out, as workers are told the epoch.
+    Datasets with ``set_epoch`` are left out, as workers are told the epoch; so is what lies in shared memory, where
+    workers read what is set here.
 
     Args:
         dataset: The dataset.
@@ -109,10 +112,21 @@ class PersistentCopies:
         """Texts of all attributes: plain values as they are, others as digests."""
         found: dict[str, str] = {}
         for name, value in attributes_in(self._dataset):
+            if is_in_shared_memory(value):
+                continue
             text = repr(value)[:_MOST_CHARACTERS] if type(value) in PLAIN else ""
             text = text or f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value})}"
             found[name] = f"{found[name]} {text}" if name in found else text
         return found
+
+
+def is_in_shared_memory(value: Any) -> bool:
+    """Whether a value lies in memory that workers share with this process: a tensor, or one of multiprocessing's."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+    module = type(value).__module__
+    # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
+    return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:

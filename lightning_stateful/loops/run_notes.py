@@ -6,7 +6,6 @@ which generators ranks drew alike.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
@@ -54,7 +54,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
             "torch": str(torch.__version__),
         },
         "ranks": topology_of(trainer).num_replicas,
-        "steps": int(steps) if math.isfinite(steps) else None,
+        "steps": int(steps) if steps < UNKNOWN else None,
         "batch_size": {path: loader.batch_size for path, loader in combined.loaders.items()},
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
         **({"began_with": combined.began_with} if combined.began_with else {}),

@@ -23,13 +23,14 @@ from lightning_stateful.iterable_datasets.pass_history import (
     digest_of_dataset,
     parts_of,
 )
-from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies
+from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.iterable_datasets.rank_draws import (
     generators_of_ranks,
     kinds_alike,
     lightning_seeds_workers,
     where_generators_stand,
 )
+from lightning_stateful.iterable_datasets.set_within import SetWithinPass
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -84,8 +85,12 @@ class IterableOrder(StreamReader):
         is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
         # Nothing of the dataset that lives on in workers is set from here.
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
-        is_watched = is_watched and not self._shares_workers
-        self._watch = SetBetweenPasses(self.dataset, in_workers=loader.num_workers > 0) if is_watched else None
+        # But for what lies in shared memory.
+        how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
+        how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
+        self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
+        # What is set within a pass does not reach workers.
+        self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
 
     def _warn_of_drawn_orders(self) -> None:
         if draws_orders(getattr(self.dataset, "root", None)):
@@ -184,13 +189,17 @@ class IterableOrder(StreamReader):
                 if not run.has_next():
                     break
                 batch = run.next()
+                step, num_served = step + 1, run.num_served
                 if self._watch is not None:
                     self._watch.note_read()
-                step, num_served = step + 1, run.num_served
+                if self._within is not None:
+                    self._within.note_read(epoch, step)
                 self.recent.note(epoch, step, ServedState(run))
                 if step == self._limit:
                     self._end(epoch, step, run)
                 yield batch
+                if self._within is not None:
+                    self._within.note_outside()
             if not step and self._limit:
                 self._warn_of_nothing()
             if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
@@ -219,7 +228,7 @@ class IterableOrder(StreamReader):
                 )
             self._has_warned = True
             # From now on either may change the dataset between two passes of the other.
-            self._watch = None
+            self._watch = self._within = None
             if not (self._shares_workers or self._is_joined):
                 # Both go on, as in torch.
                 self._run = None
@@ -254,6 +263,8 @@ class IterableOrder(StreamReader):
         if self._watch is not None:
             self._watch.expected = dict(progress.details.get("set", {}))
             self._watch.is_within = progress.consumed > 0
+        if self._within is not None:
+            self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 
@@ -262,6 +273,8 @@ class IterableOrder(StreamReader):
         details = super().details_at(epoch, step)
         found = {} if self._watch is None else self._watch.found(within=step > 0)
         details |= {"set": found} if found else {}
+        within = {} if self._within is None else self._within.state(epoch, step)
+        details |= {"set_within": within} if within else {}
         copies = {} if self._copies is None else self._copies.state()
         return {**details, "copies": copies} if copies else details
 
@@ -274,6 +287,8 @@ class IterableOrder(StreamReader):
             self._copies.note_begin(is_started=self.worker_iterator is not None)
         if self._watch is not None:
             self._watch.note_begin()
+        if self._within is not None:
+            self._within.note_begin()
         state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
@@ -296,6 +311,8 @@ class IterableOrder(StreamReader):
         self.ended = epoch, step
         if self._watch is not None and run is not None:
             self._watch.note_end()
+        if self._within is not None and run is not None:
+            self._within.note_end()
         if not self.begins_anew:
             self.recent.copy(epoch + 1, 0, epoch, step)
             return

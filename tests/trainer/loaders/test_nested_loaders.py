@@ -21,7 +21,6 @@ MOMENTS = [
     ("on_train_batch_end", 0, 3),
     ("on_train_epoch_end", 0, 0),
     ("on_train_batch_end", 1, 4),
-    ("on_train_epoch_end", 1, 0),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
 
@@ -59,6 +58,13 @@ class Prefetches:
         while following is not None:
             present, following = following, next(iterator, None)
             yield present
+
+
+class PrefetchesSome(Prefetches):
+    """Says how many there are, so that nobody asks for more behind the last."""
+
+    def __len__(self) -> int:
+        return 11
 
 
 class CountsAtEnd(IterableDataset[Any]):
@@ -144,7 +150,10 @@ OF_PLAIN_CLASS = ("counts", "caches", "carries", "nested twice", "map")
 
 
 @pytest.mark.parametrize(
-    ("wraps", "kind"), [(Wraps, kind) for kind in KINDS] + [(Prefetches, kind) for kind in OF_PLAIN_CLASS]
+    ("wraps", "kind"),
+    [(Wraps, kind) for kind in KINDS]
+    + [(Prefetches, kind) for kind in OF_PLAIN_CLASS]
+    + [(PrefetchesSome, "counts"), (PrefetchesSome, "caches")],
 )
 def test_a_run_on_what_a_loader_in_a_dataset_gives_goes_on_exactly(tmp_path: Path, wraps: Any, kind: str) -> None:
     def make() -> Any:

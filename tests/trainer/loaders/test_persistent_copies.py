@@ -145,3 +145,39 @@ def test_a_dataset_that_a_hook_tells_other_epochs_is_warned_of_with_persistent_w
     for one in said:
         assert one.startswith("Something else has called set_epoch of Told, in this process. Its persistent workers")
     assert len(early(tmp_path, tell_another, Told, persistent=False)) == 2
+
+
+class InSharedMemory(IterableDataset[Any]):
+    """Is told the epoch by a tensor that workers see."""
+
+    def __init__(self) -> None:
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, random.Random(int(self.epoch)).sample(range(6), 6))
+
+
+def fill(dataset: Any, epoch: int) -> None:
+    dataset.epoch.fill_(epoch)
+
+
+class AtEnd(pl.Callback):
+    """Sets something as an epoch ends, and nothing sets it again on a resume."""
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        fill(trainer.train_dataloader.dataset, trainer.current_epoch + 1)
+
+
+@pytest.mark.parametrize("make", [partial(AtStart, fill), AtEnd])
+def test_of_what_lies_in_shared_memory_workers_have_no_copies(tmp_path: Path, make: Any) -> None:
+    data, path = partial(loader, InSharedMemory), tmp_path / "end.ckpt"
+    whole, said = said_by(lambda: train_alone(data, callbacks=[make()], max_epochs=2))
+    assert batches(whole.ledger) == batches(train(data, callbacks=[make()], max_epochs=2).ledger)
+    changed = "InSharedMemory.epoch was changed between two epochs by something else"
+    assert [one.startswith(changed) for one in said] == [True]
+    said_by(lambda: stopped(path, data, "on_train_epoch_end", run=train_alone, callbacks=[make()], max_epochs=2))
+    resumed, said = said_by(lambda: train_alone(data, callbacks=[make()], ckpt_path=path, max_epochs=2))
+    if make is AtEnd:
+        assert batches(resumed.ledger, 1) != batches(whole.ledger, 1)
+        assert any(one.startswith("InSharedMemory.epoch was set between two epochs") for one in said)
+    assert not any("their copies from before" in one for one in said)

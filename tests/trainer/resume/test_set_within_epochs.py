@@ -1,0 +1,110 @@
+"""Attributes of an iterable dataset that a hook sets within an epoch, and what a resume says of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+BATCHES = 8
+
+
+class Scaled(IterableDataset[Any]):
+    """Samples that follow from a level that a hook sets; it counts what it has given."""
+
+    level = 0.0
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = 0
+        for number in range(2 * BATCHES):
+            self.given += 1
+            yield number, number + 100 * self.level
+
+
+class WithLength(Scaled):
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+
+class Records(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch[1].tolist())
+        return self.layer(torch.ones(1, 32)).sum()
+
+
+class Sets(pl.Callback):
+    """Sets the level after a batch, and saves after some; perhaps sets it again from a checkpoint."""
+
+    def __init__(self, dataset: Scaled, folder: Path, *, after: int, restores: bool) -> None:
+        self.dataset, self.folder, self.after, self.restores = dataset, folder, after, restores
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.after:
+            self.dataset.level = 2.0
+        if trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.dataset.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.restores:
+            self.dataset.level = state["level"]
+
+
+def fit(
+    kind: Any, folder: Path, step: int = 0, *, after: int = 5, restores: bool = False
+) -> tuple[list[Any], list[str]]:
+    """The batches, and the warnings of this package."""
+    dataset, model = kind(), Records()
+    sets = Sets(dataset, folder, after=after, restores=restores)
+    trainer = quiet_trainer(sets, StatefulDataCallback(seed=0), max_epochs=2, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, DataLoader(dataset, batch_size=2), ckpt_path=folder / f"{step}.ckpt" if step else None)
+    said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    return model.trained, [one for one in said if "were read again" not in one]
+
+
+@pytest.mark.parametrize("kind", [Scaled, WithLength])
+@pytest.mark.parametrize("step", [4, 5, 6, BATCHES, BATCHES + 2])
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_a_hook_sets_within_an_epoch_is_never_missed_in_silence(
+    tmp_path: Path, kind: Any, step: int, restores: bool
+) -> None:
+    whole, said = fit(kind, tmp_path)
+    assert not said
+    assert [batch[0] >= 200 for batch in whole[5:7]] == [kind is WithLength, True]
+    resumed, said = fit(kind, tmp_path, step, restores=restores)
+    said = [one for one in said if "level was set within the epoch" in one]
+    assert (resumed != whole[step:]) == bool(said), said
+    if restores:
+        assert bool(said) == (kind is Scaled and step == 5)
+        assert not said or "The first batch is read with what is set here" in said[0]
+    else:
+        assert bool(said) == (step >= 5)
+        assert not said or "given" not in said[0]
+
+
+def test_nothing_is_kept_of_what_the_dataset_changes_itself(tmp_path: Path) -> None:
+    fit(Scaled, tmp_path, after=-1)
+    for step in (5, BATCHES):
+        assert not fit(Scaled, tmp_path, step, after=-1)[1]
