@@ -146,7 +146,7 @@ KINDS: dict[str, Any] = {
     "map": lambda: DataLoader(NUMBERS, batch_size=2, shuffle=True),
 }
 # The callback reads a DataLoader with samples by index itself, where an object that is no dataset holds one.
-OF_PLAIN_CLASS = ("counts", "caches", "carries", "nested twice", "map")
+OF_PLAIN_CLASS = ("counts", "caches", "carries", "nested twice", "sampler", "map")
 
 
 @pytest.mark.parametrize(
