@@ -244,6 +244,7 @@ def test_one_that_cannot_be_followed_is_refused_before_the_first_step(make: Any,
         train_alone(make, max_epochs=1)
 
 
+@pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
 def test_a_prefetcher_that_is_its_own_iterator_is_told_of_a_form_that_is_resumed(tmp_path: Path) -> None:
     held = DataLoader(Numbers(12), batch_size=2, shuffle=True)
     words = (
@@ -308,6 +309,7 @@ def test_one_that_reads_in_a_thread_without_workers_is_warned_of() -> None:
     train_alone(partial(made, "InBackground", num_workers=1), max_epochs=1)
 
 
+@pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
 def test_one_that_reads_several_loaders_is_warned_of_at_the_start() -> None:
     def interleaved() -> Any:
         made = own.HandsOn(DataLoader(Numbers(4)))
@@ -365,6 +367,7 @@ def test_one_that_counts_its_passes_and_is_read_beside_is_refused_behind_the_fir
             beside(accept=("iteration",)).load_state_dict(state[moment])
 
 
+@pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
 def test_one_that_keeps_iterators_of_several_loaders_is_warned_of_in_the_run_and_on_a_resume(tmp_path: Path) -> None:
     def keeps_both() -> Any:
         return own.KeepsBoth(*(DataLoader(Numbers(num), batch_size=2, shuffle=True) for num in (10, 8)))
