@@ -63,6 +63,7 @@ _PARTS = {
     "trainable": (COUNT, str),
     "epoch_begun": [bool],
     "flags": (str, bool),
+    "passing": {str: str},
     "pruned": [str],
     "results": Either({}, {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})]}),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
