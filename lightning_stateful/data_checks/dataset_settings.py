@@ -87,6 +87,8 @@ class DatasetSettings:
         # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
         self._as_built: dict[str, set[str]] = {}
         self._is_within_epoch = False
+        # The state ahead of the end of an epoch that was cut, until the next pass begins.
+        self._kept_state: dict[str, dict[str, list[str]]] | None = None
         # Paths of loaders of which no pass has begun since a checkpoint was loaded.
         self._resumed: frozenset[str] = frozenset()
 
@@ -146,6 +148,7 @@ class DatasetSettings:
             StatefulWarning: A value is not what it was in the run that wrote the checkpoint; or a hook has set one
                 after persistent workers were started.
         """
+        self._kept_state = None
         # A stream is none of the loaders, and yet one that a method has built.
         loader = self._loaders.get(path)
         for of in (path, BUILD):
@@ -185,8 +188,14 @@ class DatasetSettings:
         for path in list(self._reading):
             self.note_read(path)
 
+    def keep_changes(self) -> None:
+        """An epoch is cut off: what its end sets is none of what a resume within it begins with."""
+        self._kept_state = self.state()
+
     def state(self) -> dict[str, dict[str, list[str]]]:
         """See above; empty where nothing was set."""
+        if self._kept_state is not None:
+            return self._kept_state
         found: dict[str, dict[str, list[str]]] = {}
         for path, values in self._values.items():
             built, began, now = self._built[path], self._at_begin[path], values()

@@ -40,7 +40,7 @@ from lightning_stateful.loops.saved_progress import (
     rewritten,
 )
 from lightning_stateful.loops.signals import HeldSignals
-from lightning_stateful.module_state import module_changes, optimizer_steps
+from lightning_stateful.module_state import cut_epochs, module_changes, optimizer_steps
 from lightning_stateful.module_state.epoch_results import EpochResults
 from lightning_stateful.state import VERSION
 from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
@@ -478,10 +478,10 @@ class StatefulDataCallback(pl.Callback):
         """Let learning rate schedulers that monitor a metric step in a resumed epoch too."""
         self._phase = self._in_training()
         reached = loop_progress.next_step(trainer, begun=True)
-        is_over = self._progress().epoch_and_step[0] > reached[0]
-        self.settings.ledger.end_epoch(reached, is_over=is_over)
-        if self._loaders is not None and not is_over:
+        self.settings.ledger.end_epoch(reached, is_over=self._progress().epoch_and_step[0] > reached[0])
+        if self._loaders is not None and cut_epochs.is_cut(trainer):
             self._loaders.combined.keep_changes()
+            self._loaders.content.settings.keep_changes()
         self._results.end(trainer)
         optimizer_steps.end_resumed_epoch(trainer)
         self._seed_model(trainer, "epoch end")

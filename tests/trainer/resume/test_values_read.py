@@ -385,3 +385,27 @@ def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a
 )
 def test_what_is_exact_is_not_warned_of(tmp_path: Path, hook: str, change: Hook, how: Any) -> None:
     assert outcome(tmp_path, hook, change, **how) == (True, [])
+
+
+class SetsLevels(pl.Callback):
+    """Sets the level as training begins, and that of the next epoch as one ends."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.datamodule.dataset.level = trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.datamodule.dataset.level = trainer.current_epoch + 1
+
+
+def test_what_the_end_of_an_epoch_sets_that_max_steps_has_cut_is_not_missed(tmp_path: Path) -> None:
+    def run(path: Path | None, **options: Any) -> tuple[list[Any], Any]:
+        notes = Changes(START, count, "", count)
+        trainer = quiet_trainer(StatefulDataCallback(), SetsLevels(), notes, max_epochs=3, **options)
+        trainer.fit(BoringModel(), datamodule=Once(), ckpt_path=path)
+        return notes.trained, trainer
+
+    whole, _ = run(None)
+    first, stopped = run(None, max_steps=2)
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    rest, _ = run(tmp_path / "x.ckpt")
+    assert first + rest == whole
