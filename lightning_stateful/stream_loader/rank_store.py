@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import ConfigurationError, StreamError
 from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.rank_exchange import end_comparing
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -250,9 +251,10 @@ class RankStore:
 
 
 def begin_anew() -> None:
-    """Begin another fit, on all ranks: failures of earlier ones are no longer heeded."""
+    """Begin another fit, on all ranks: of earlier ones, which may have failed, nothing is heeded any more."""
     global _num_fits
     _num_fits += 1
+    end_comparing(were_seeded=False)
 
 
 def tell_failure(error: BaseException) -> None:

@@ -172,3 +172,23 @@ def test_a_shuffle_that_is_not_dealt_out_is_alike_on_ranks_where_it_is_in_torch(
             assert (ids == list(range(24))) == is_whole, (name, epoch)
     for of in found:
         assert of["rest"]["ids"] == of["whole"]["ids"][5:]
+
+
+def fitted_after_a_failure(folder: Path) -> Any:
+    """A fit on generators that stand apart, which fails, and another one on generators that stand alike."""
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyError("its own")
+
+    def make() -> Any:
+        return DataLoader(Numbers(24), batch_size=4, shuffle=True)
+
+    with pytest.raises(KeyError):
+        run("apart", make, StatefulDataCallback(seed=7), Fails())
+    found = run("alike", make, StatefulDataCallback(seed=7))
+    return {"whole": {"drawn": found["drawn"]}}
+
+
+def test_a_fit_behind_one_that_has_failed_finds_generators_as_they_stand_now(ranks: Ranks) -> None:
+    assert kinds_alike(ranks.of(fitted_after_a_failure), "whole") == set(KINDS)
