@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,3 +126,9 @@ class StateMismatchError(StateError):
 
 class StatefulWarning(UserWarning):
     """Something the user should know that does not stop the run."""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names for a message: of many the first three, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

@@ -15,6 +15,7 @@ from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_of,
     closure_of,
+    function_in,
     is_users,
     package_of,
     variables_in,
@@ -197,10 +198,9 @@ class _Reading:
 
     def _follow_held(self, value: Any) -> None:
         """Follow a function that an object holds, if it is one of the user's."""
-        while isinstance(value, (partial, MethodType)):
-            value = value.func if isinstance(value, partial) else value.__func__
-        if isinstance(value, FunctionType) and is_users(value.__module__):
-            self.follow(value)
+        function = function_in(value)
+        if isinstance(function, FunctionType) and is_users(function.__module__):
+            self.follow(function)
 
 
 def _entries(value: Any) -> dict[Any, Any]:

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import codes_in, is_users
+from lightning_stateful.generators.attributes import codes_in, function_in, is_users
 
 # Kinds of values in which something may be carried over.
 _CARRIED = (list, dict, set, deque, str, bytes, tuple, torch.Tensor, np.ndarray)
@@ -148,9 +148,7 @@ class _CountWatch(ReadWatch):
 
 def _function_of(collate_fn: Any) -> FunctionType | None:
     """The function of the user's that is called; None if it is none."""
-    function = collate_fn
-    while isinstance(function, (partial, MethodType)):
-        function = function.func if isinstance(function, partial) else function.__func__
+    function = function_in(collate_fn)
     function = function if isinstance(function, FunctionType) else inspect.getattr_static(function, "__call__", None)
     return function if isinstance(function, FunctionType) and is_users(function.__module__) else None
 

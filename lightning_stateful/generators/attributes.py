@@ -59,6 +59,18 @@ def defaults_of_class(value: object) -> dict[str, Any]:
     return {name: item for name, item in held.items() if type(item) in PLAIN and name[:2] != "__"}
 
 
+def attributes_and_defaults(value: object) -> dict[str, Any]:
+    """The attributes of an object, and :func:`defaults_of_class` for those that it has not set itself."""
+    return {**defaults_of_class(value), **attributes_of(value)}
+
+
+def function_in(value: Any) -> Any:
+    """What a partial or a bound method calls in the end; another value as it is."""
+    while isinstance(value, (partial, MethodType)):
+        value = value.func if isinstance(value, partial) else value.__func__
+    return value
+
+
 def _own_items(kind: type) -> Iterable[tuple[str, Any]]:
     return vars(kind).items() if is_users(kind.__module__) else ()
 

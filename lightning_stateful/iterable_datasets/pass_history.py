@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class
+from lightning_stateful.generators.attributes import PLAIN, attributes_and_defaults, attributes_of
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -314,7 +314,7 @@ def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     for part in parts_of(dataset):
         if callable(getattr(part, "set_epoch", None)):
             continue
-        held = {**defaults_of_class(part), **attributes_of(part)}
+        held = attributes_and_defaults(part)
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
 
 

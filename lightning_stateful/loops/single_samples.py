@@ -7,7 +7,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_stateful.core.samples import SampleEpochPlan
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
@@ -29,11 +29,10 @@ def warn_of_single_samples(trainer: pl.Trainer, combined: CombinedLoaders, epoch
     ]
     for path, loader in combined.loaders.items() if layers else ():
         if found := _single_samples(loader, epoch, trainer.fit_loop.max_batches):
-            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             where = f"Training data {path!r}" if path else "Training data"
             rank_zero_warn(
                 f"{where}: {found[0]}, where other batches have {loader.batch_size}. BatchNorm layers "
-                f"({', '.join(layers[:3])}{more}) may refuse such a batch ('Expected more than 1 value per channel'), "
+                f"({some_of(layers)}) may refuse such a batch ('Expected more than 1 value per channel'), "
                 f"which would end the run there. {found[1]}",
                 category=StatefulWarning,
             )

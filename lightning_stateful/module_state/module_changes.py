@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -370,7 +370,6 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
     kept = vars(trainer.fit_loop)
     if not kept.get(_NAMED) and (changed := _changed_buffers(trainer, progress)):
         kept[_NAMED] = True
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         at = f"batch {progress.batch} of epoch {progress.epoch}"
         when, what, held = f"after {at} has begun", "it", "it"
         if trainer.accumulate_grad_batches > 1:
@@ -378,7 +377,7 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
             what, held = "its batches", "them"
         rank_zero_warn(
             f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
-            f"{what} again, and buffers of the module ({', '.join(changed[:3])}{more}) then hold {held} twice. Save in "
+            f"{what} again, and buffers of the module ({some_of(changed)}) then hold {held} twice. Save in "
             "on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the first "
             "such checkpoint.",
             category=StatefulWarning,

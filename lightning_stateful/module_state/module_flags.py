@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.errors import DamagedStateError, StatefulWarning, some_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 
@@ -21,8 +21,6 @@ from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 _WATCH = "_module_flags"
 # Batches of a resumed run in which its own steps may set a flag: as the critic is frozen in every fifth of a GAN, say.
 _MOST_BATCHES = 8
-# Flags that are named.
-_MOST_NAMED = 3
 # Parts of names that say how a module is run.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TRAINED, _MODE = "requires_grad", "training"
@@ -186,10 +184,9 @@ def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
 
 def _warn(awaited: Mapping[str, bool]) -> None:
     named = [f"{name} was {value}" for name, value in awaited.items()]
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     rank_zero_warn(
         "Parameters or submodules of the module are not trained as they were when the checkpoint was written: "
-        f"{', '.join(named[:_MOST_NAMED])}{more}. A hook had set this in training, or the module is built otherwise "
+        f"{some_of(named)}. A hook had set this in training, or the module is built otherwise "
         "now. Checkpoints do not hold it, and nothing has set it since, so the resume is not exact. Set it again in "
         "on_train_start, or in load_state_dict of the callback that sets it.",
         category=StatefulWarning,

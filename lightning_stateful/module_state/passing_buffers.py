@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
 from lightning_stateful.samplers.fingerprint import digest
 
 # Kept with the loop.
 _WATCH = "_passing_buffers"
-# Numbers in a buffer up to which it is looked at: a metric, a queue; and buffers that are named.
-_MOST_NUMBERS, _MOST_NAMED = 2**16, 3
+# Numbers in a buffer up to which it is looked at: a metric, a queue.
+_MOST_NUMBERS = 2**16
 
 
 class _Watch:
@@ -76,10 +76,9 @@ def _begin(trainer: pl.Trainer) -> None:
         return
     known.begun = now = _digests(trainer.lightning_module)
     if others := sorted(name for name, held in known.saved.items() if now.get(name) != held):
-        more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
         rank_zero_warn(
             f"Buffers of the module that no checkpoint holds (persistent=False) had been changed in training when the "
-            f"checkpoint was written, and are others here: {', '.join(others[:_MOST_NAMED])}{more}. If training "
+            f"checkpoint was written, and are others here: {some_of(others)}. If training "
             "depends on them, as on a metric that they sum up, the resume is not exact. Register them with "
             "persistent=True, or restore them in on_load_checkpoint or on_train_start.",
             category=StatefulWarning,

@@ -15,7 +15,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -89,7 +89,7 @@ class RankBuffers:
         if (large := _not_kept(found)) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"Buffers of the module ({_some(large)}) differ between ranks, and are more than the "
+                f"Buffers of the module ({some_of(large)}) differ between ranks, and are more than the "
                 f"{_most_bytes(trainer.world_size)} bytes a rank that a checkpoint keeps. Its state_dict has those of "
                 f"rank 0, with which a resume goes on, inexactly, on all ranks. {_REMEDY} This is said once a run, of "
                 "the first such checkpoint.",
@@ -120,7 +120,7 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
     if saved and (len(saved) != trainer.world_size or not isinstance(ddp, DistributedDataParallel)):
         if names or None in saved:
             written, now = f"{len(saved)} ranks under DDP", f"{trainer.world_size} under {_strategy(trainer)}"
-            _warn_of_lost(_some(names), f"it was written on {written}, and this run has {now}", rank_zero=True)
+            _warn_of_lost(some_of(names), f"it was written on {written}, and this run has {now}", rank_zero=True)
         return
     _warn_of_unknown(trainer, saved)
     if not names:
@@ -137,7 +137,7 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
         # On all ranks alike: a new DDP gives all of them those of rank 0 before its first forward pass.
         ddp.require_forward_param_sync = False
     if unfitting := sorted(kept.keys() - fitting):
-        _warn_of_lost(_some(unfitting), "the module has none of this name and shape")
+        _warn_of_lost(some_of(unfitting), "the module has none of this name and shape")
 
 
 class _Broadcast(NamedTuple):
@@ -214,7 +214,7 @@ def _warn_of_unknown(trainer: pl.Trainer, saved: OfRanks) -> None:
     """Warn of buffers that the checkpoint does not have of each of these ranks."""
     if large := _not_kept(saved):
         size = _most_bytes(trainer.world_size)
-        _warn_of_lost(_some(large), f"they were more than the {size} bytes a rank that it keeps", rank_zero=True)
+        _warn_of_lost(some_of(large), f"they were more than the {size} bytes a rank that it keeps", rank_zero=True)
     if unknown := [rank for rank, of_rank in enumerate(saved) if of_rank is None]:
         _warn_of_lost("", f"ranks {unknown[:8]} have not shown theirs to the rank that wrote it", rank_zero=True)
 
@@ -228,11 +228,6 @@ def _warn_of_lost(names: str, why: str, *, rank_zero: bool = False) -> None:
         f"state_dict, and is not exact. {_REMEDY}",
         category=StatefulWarning,
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def _strategy(trainer: pl.Trainer) -> str:

@@ -29,8 +29,8 @@ from lightning_stateful.generators.attributes import (
     PLAIN,
     SPREAD,
     VERY_LONG,
+    attributes_and_defaults,
     attributes_of,
-    defaults_of_class,
     is_data,
     is_users,
     named_outside,
@@ -283,7 +283,7 @@ def digest_of_contents(
                 held: Any = array if array.flags.c_contiguous else array.tobytes()
                 hashed.update(f"{array.nbytes} {crc32(held)};".encode())
         elif not isinstance(part, GENERATORS):
-            for name, item in {**defaults_of_class(part), **attributes_of(part)}.items():
+            for name, item in attributes_and_defaults(part).items():
                 is_epoch = type(item) is int and item == epoch
                 hashed.update(f"{name}={'epoch' if is_epoch else _shown(item, of_copy)};".encode())
     return hashed.hexdigest()
@@ -367,7 +367,7 @@ def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] 
         name = ".".join(map(str, (type(sampler).__name__, *path)))
         found.setdefault(name, []).append(known.get(id(value)) or _items_shown(value))
     objects = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
-    holders: list[tuple[Any, Any]] = [(part, {**defaults_of_class(part), **attributes_of(part)}) for part in objects]
+    holders: list[tuple[Any, Any]] = [(part, attributes_and_defaults(part)) for part in objects]
     holders += [(part, part._buffers) for part, _ in holders if isinstance(part, torch.nn.Module)]
     for kind in dict.fromkeys(kind for part in parts.samplers for kind in type(part).__mro__):
         if package_of(kind) not in (*_LIBRARIES, "builtins", "typing", "collections", "abc"):

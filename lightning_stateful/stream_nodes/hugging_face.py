@@ -15,14 +15,13 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_stateful.errors import ConfigurationError, DamagedStateError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, some_of
 from lightning_stateful.generators.generator_states import process_states
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes import hugging_face_pipelines as pipelines
 from lightning_stateful.stream_nodes.nodes import NodeState, Shards, StreamNode
 
-_NUM_NAMES = 3
 _SECONDS_TO_EXIT = 1.0
 _used_at = 0.0
 _lock_reset_in: int | None = None
@@ -110,8 +109,7 @@ class HuggingFaceShards(Shards):
         """Its files, as far as Hugging Face knows them, or its number."""
         stages = pipelines.walk(self._shard(shard)._ex_iterable)
         files = [file for stage in stages for file in pipelines.files_of(stage)]
-        more = f" and {len(files) - _NUM_NAMES} more" if len(files) > _NUM_NAMES else ""
-        return ", ".join(files[:_NUM_NAMES]) + more or f"shard {shard} of {self.num_shards}"
+        return some_of(files) or f"shard {shard} of {self.num_shards}"
 
     def look_again(self) -> None:
         """Look for the generators anew that functions may draw from."""

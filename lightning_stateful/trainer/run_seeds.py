@@ -29,12 +29,11 @@ def seed_model(seed: int, rank: int, alike: Collection[str], stage: str, epoch: 
         epoch: The epoch.
         batch: The batch in it.
     """
-    of_rank, of_all = (derive_seed_within(("model", seed, one, stage), epoch, batch) for one in (rank, 0))
-    is_torch_alike = "torch" in alike
-    seed_devices(of_all if is_torch_alike else of_rank)
-    if rank:
-        others = [kind for kind in KINDS if (kind in alike) != is_torch_alike]
-        seed_kinds(others, of_rank if is_torch_alike else of_all)
+    first, second = (0, rank) if "torch" in alike else (rank, 0)
+    seed_devices(derive_seed_within(("model", seed, first, stage), epoch, batch))
+    others = [kind for kind in KINDS if (kind in alike) != ("torch" in alike)]
+    if rank and others:
+        seed_kinds(others, derive_seed_within(("model", seed, second, stage), epoch, batch))
 
 
 def kinds_of_model(combined: CombinedLoaders | None) -> frozenset[str]:
