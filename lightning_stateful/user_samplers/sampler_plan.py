@@ -157,8 +157,8 @@ class SamplerEpochPlan:
             since = begun.details.get("since") if is_unread else order.memory.passes_since(begun.epoch, begun.cycle)
             # Only where an evaluation loader shares the sampler.
             details |= {"since": since} if since else {}
-        if order.is_trained_on and begun.consumed + served and self._noted is not None:
-            details["items"] = self._noted
+        if order.is_trained_on:
+            details["items"] = self._noted if begun.consumed + served else None
         return replace(begun, consumed=begun.consumed + served, details=details)
 
     def passes_if_unread(self) -> list[list[int]] | None:

@@ -145,7 +145,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": COUNT}
+        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT)}
 
     @property
     def whole_batches(self) -> bool:
