@@ -7,13 +7,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
-from lightning_stateful.generators.rng import KINDS, keep_randomness, seed_devices, seed_kinds, seed_randomness
+from lightning_stateful.generators.rng import (
+    KINDS,
+    keep_randomness,
+    seed_devices,
+    seed_kinds,
+    seed_or_default,
+    seed_randomness,
+)
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
-from lightning_stateful.loops.ranks import topology_of
+from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rank_exchange import end_comparing, kinds_found_alike
 
@@ -34,6 +43,26 @@ def seed_model(seed: int, rank: int, alike: Collection[str], stage: str, epoch: 
     others = [kind for kind in KINDS if (kind in alike) != ("torch" in alike)]
     if rank and others:
         seed_kinds(others, derive_seed_within(("model", seed, second, stage), epoch, batch))
+
+
+def seed_of_run(trainer: pl.Trainer, seed: int | None) -> int:
+    """The seed of a run: that of rank 0 where ``seed_everything`` was given another on each and data are not dealt out.
+
+    Ranks draw apart then by their numbers, as their generators stood apart before training. Where data are dealt out,
+    ranks that go by other seeds are refused when their loaders are compared. A collective of the trainer's ranks.
+
+    Args:
+        trainer: The trainer.
+        seed: The seed that was passed; None for that of ``seed_everything``, or 0.
+    """
+    own = seed_or_default(seed)
+    if trainer._accelerator_connector.use_distributed_sampler or topology_of(trainer).num_replicas == 1:
+        return own
+    seeds: list[int] = gathered(own)
+    if len(set(seeds)) > 1:
+        said = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(seeds))
+        rank_zero_info(f"Ranks were seeded apart ({said}). All go by the seed of rank 0, and each draws by its number.")
+    return seeds[0]
 
 
 def kinds_of_model(combined: CombinedLoaders | None) -> frozenset[str]:
@@ -87,12 +116,12 @@ def end_seeding(stage: str, is_seeded: bool) -> None:
     end_comparing(were_seeded=stage == "fit" and is_seeded)
 
 
-def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int) -> Any:
+def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int | None) -> Any:
     """Ask for training loaders; those that are built anew for an epoch draw by the seed and that epoch, on all ranks.
 
-    By then the generators of the process are seeded for the model: a resume would find them elsewhere.
+    By then the generators of the process are seeded for the model: a resume would find them elsewhere. None seeds none.
     """
-    if not reloads_every(trainer) or trainer.current_epoch <= 0:
+    if seed is None or not reloads_every(trainer) or trainer.current_epoch <= 0:
         return request()
     with keep_randomness():
         seed_randomness(derive_seed_within(("train_dataloader", seed), trainer.current_epoch, 0))

@@ -35,6 +35,7 @@ from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own
 from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_is_exact
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.state import accepted_names, warning_of_unknown
+from lightning_stateful.trainer import run_seeds
 from lightning_stateful.trainer.ledger import LedgerWriter
 from lightning_stateful.trainer.loader_proxy import (
     LoaderProxy,
@@ -45,7 +46,6 @@ from lightning_stateful.trainer.loader_proxy import (
     refuse_no_loaders,
     request_training_loaders,
 )
-from lightning_stateful.trainer.run_seeds import kinds_of_model, naming_remedies, request_by_epoch, seed_model
 from lightning_stateful.trainer.token_limit import checked_limit
 from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
 
@@ -180,11 +180,11 @@ class TrainLoaders:
             RankMismatchError: The ranks disagree.
             UnsupportedLoaderError: A loader cannot be patched.
         """
-        if settings.seed_model:
-            request = partial(request_by_epoch, trainer, request, seed_or_default(settings.seed))
+        seed = run_seeds.seed_of_run(trainer, settings.seed)
+        request = partial(run_seeds.request_by_epoch, trainer, request, seed if settings.seed_model else None)
         data = build_alike(
             trainer,
-            lambda: cls(trainer, request(), settings),
+            lambda: cls(trainer, request(), replace(settings, seed=seed)),
             lambda data: data.describe(),
             "the training data",
             accept=settings.accept,
@@ -220,7 +220,7 @@ class TrainLoaders:
         # An uninterrupted run has built its loaders in that epoch.
         with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
             loaders = cls.build(trainer, lambda: request_training_loaders(trainer), settings)
-        with naming_remedies(trainer, settings.seed):
+        with run_seeds.naming_remedies(trainer, settings.seed):
             progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
         loaders._resumed_at = progress
         discard_training_loaders(trainer)
@@ -464,11 +464,11 @@ class TrainLoaders:
 
     @cached_property
     def _draws_of_model(self) -> tuple[int, frozenset[str]]:
-        return topology_of(self._trainer).rank, kinds_of_model(self.combined)
+        return topology_of(self._trainer).rank, run_seeds.kinds_of_model(self.combined)
 
     def _seed_batch(self) -> None:
         if self._settings.seed_model:
-            seed_model(self.seed, *self._draws_of_model, "batch", *self._next_step())
+            run_seeds.seed_model(self.seed, *self._draws_of_model, "batch", *self._next_step())
 
 
 def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:

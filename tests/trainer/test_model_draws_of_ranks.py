@@ -39,7 +39,16 @@ def unseeded() -> None:
     torch.manual_seed(3)
 
 
-STANDS: dict[str, Callable[[], None]] = {"alike": alike, "apart": apart, "unseeded": unseeded}
+def seeded_by_rank() -> None:
+    pl.seed_everything(3 + rank_and_ranks()[0])
+
+
+STANDS: dict[str, Callable[[], None]] = {
+    "alike": alike,
+    "apart": apart,
+    "unseeded": unseeded,
+    "by rank": seeded_by_rank,
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +145,29 @@ def test_a_model_draws_alike_on_ranks_where_it_does_in_lightning_alone(
         assert of["rest"]["ids"] == of["whole"]["ids"][5:]
         if "torch" in expected:
             assert of["whole"]["weights"] == found[0]["whole"]["weights"] == of["rest"]["weights"]
+
+
+def own_shuffles(folder: Path, stand: str) -> Any:
+    def make() -> Any:
+        return DataLoader(Numbers(24), batch_size=4, shuffle=True)
+
+    options: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": 2}
+    whole = run(stand, make, StatefulDataCallback(), **options)
+    first = run(stand, make, StatefulDataCallback(), **options, max_steps=8)
+    first.pop("trainer").save_checkpoint(folder / "x.ckpt")
+    dist.barrier()
+    rest = run(stand, make, StatefulDataCallback(), path=folder / "x.ckpt", **options)
+    return {name: {key: of[key] for key in ("ids", "drawn")} for name, of in {"whole": whole, "rest": rest}.items()}
+
+
+def test_ranks_that_are_seeded_by_rank_and_not_dealt_out_resume_exactly(ranks: Ranks) -> None:
+    found = ranks.of(own_shuffles, "seeded by rank")
+    assert not kinds_alike(found, "whole")
+    for of in found:
+        assert of["rest"]["ids"] == of["whole"]["ids"][8:]
+        assert of["rest"]["drawn"] == of["whole"]["drawn"][-len(of["rest"]["drawn"]) :]
+        assert sorted(one for batch in of["whole"]["ids"][:6] for one in batch) == list(range(24))
+    assert found[0]["whole"]["ids"] != found[1]["whole"]["ids"]
 
 
 def share(samples: Any) -> Any:
