@@ -64,8 +64,12 @@ _PARTS = {
     "epoch_begun": [bool],
     "flags": (str, bool),
     "passing": {str: str},
+    "remembered": {str: str},
     "pruned": [str],
-    "results": Either({}, {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})]}),
+    "results": Either(
+        {},
+        {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})], "parted?": [COUNT]},
+    ),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(
         {},

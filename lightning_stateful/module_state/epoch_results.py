@@ -29,7 +29,8 @@ from lightning_stateful.module_state.metric_states import MetricState, MetricSta
 from lightning_stateful.module_state.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.module_state.module_changes import note_buffers
 from lightning_stateful.module_state.module_flags import look_again
-from lightning_stateful.module_state.rank_buffers import RankBuffers, put_back
+from lightning_stateful.module_state.passing_values import look_once
+from lightning_stateful.module_state.rank_buffers import RankBuffers, put_back, warn_of_parted
 from lightning_stateful.samplers.rank_exchange import post, posted
 
 # Seconds for which rank 0 waits for what the others have summed up.
@@ -90,6 +91,7 @@ class EpochResults:
         """Remember the sums as a batch begins, which a save within it has to keep, and the module's buffers."""
         epoch, batch = next_step(trainer)
         note_buffers(trainer)
+        look_once(trainer)
         self._at_end, self._cut = None, (None, {})
         cut_epochs.forget_end(trainer)
         if self._is_resumed and batch:
@@ -134,6 +136,7 @@ class EpochResults:
             "waits": waits_of(trainer),
             "cut": cut_epochs.state_of_cut(trainer, progress.epoch) if progress.running else {},
             "buffers": self._buffers.show(trainer, progress),
+            "weights": self._buffers.digest_of_weights(trainer),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
@@ -142,8 +145,14 @@ class EpochResults:
             return {}
         ranks = _of_all_ranks(trainer, at, own)
         digests = [None if part is None else part.pop("buffers", "") for part in ranks]
-        buffers = self._buffers.of_ranks(trainer, digests)
-        return {"ranks": ranks, **({"buffers": buffers} if buffers else {})}
+        weights = [None if part is None else part.pop("weights", "") for part in ranks]
+        found: dict[str, list[Any]] = {
+            "buffers": self._buffers.of_ranks(trainer, digests),
+            "parted": self._buffers.parted(trainer, weights),
+        }
+        found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
+        is_empty = all(part is not None and not any(part.values()) for part in ranks)
+        return {} if is_empty and not found else {"ranks": ranks, **found}
 
     def _summed_up(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
         """Logged values and states of objects on this rank, as plain data."""
@@ -206,6 +215,7 @@ class EpochResults:
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
         put_back(trainer, state.get("buffers", []))
+        warn_of_parted(state.get("parted", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size
         if not is_moved:

@@ -23,7 +23,7 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import cut_epochs, module_flags, passing_buffers
+from lightning_stateful.module_state import cut_epochs, module_flags, passing_values
 
 _EPOCH_START = "on_train_epoch_start"
 # A tensor's count of changes, by which autograd tells that one was changed in place.
@@ -71,7 +71,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     vars(trainer.fit_loop).pop(_NAMED, None)
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
-    passing_buffers.watch(trainer, (saved or {}).get("passing"))
+    passing_values.watch(trainer, saved)
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -84,7 +84,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch` and :func:`prepare_loading`, and forget the buffers and weights."""
     cut_epochs.end_watching(trainer)
     module_flags.end_watching(trainer)
-    passing_buffers.end_watching(trainer)
+    passing_values.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
@@ -156,7 +156,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
-        which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds.
+        which submodules are in eval mode. ``passing`` and ``remembered``: buffers and attributes that no checkpoint
+        holds.
     """
     if trainer is None:
         return {}
@@ -181,8 +182,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         )
     if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
         found["flags"] = known
-    if passing := passing_buffers.changed_buffers(trainer):
-        found["passing"] = passing
+    found |= passing_values.changed(trainer)
     _warn_of_buffers(trainer, progress, started)
     return found
 

@@ -1,7 +1,8 @@
 """Buffers of the module that each rank has for itself, of a checkpoint whose ``state_dict`` has those of one rank.
 
 DDP gives all ranks those of rank 0 before a forward pass, but not under manual optimization, nor with
-``broadcast_buffers=False``, nor those that the module tells it to ignore.
+``broadcast_buffers=False``, nor those that the module tells it to ignore. Of weights, which DDP keeps alike, a
+checkpoint is warned of where ranks have come to others all the same.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _REMEDY = (
     "Let them be equal on all ranks: BatchNorm by Trainer(sync_batchnorm=True), a queue by what self.all_gather gives "
     "of all ranks."
 )
+# Numbers of each parameter that are compared.
+_NUM_COMPARED = 16
 # By rank the buffers, as plain data, that are others than in state_dict, None for those that are not kept; None of a
 # rank of which that is not known.
 OfRanks = list[dict[str, Any] | None]
@@ -42,6 +45,7 @@ class RankBuffers:
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
         self._has_warned = False
+        self._has_warned_of_weights = False
         self._broadcast: _Broadcast | None = None
 
     def note(self, trainer: pl.Trainer) -> None:
@@ -97,12 +101,61 @@ class RankBuffers:
             )
         return found
 
+    def digest_of_weights(self, trainer: pl.Trainer) -> str:
+        """A digest of some numbers of each parameter that DDP keeps alike on ranks; empty without DDP on several."""
+        if self._broadcast is None:
+            return ""
+        parameters = dict(trainer.lightning_module.named_parameters())
+        read = [one.detach() for name, one in parameters.items() if name not in self._broadcast.ignored]
+        found = [_some_numbers(one) for one in read if one.numel() and _is_readable(one)]
+        # One copy for each device, not one for each parameter.
+        devices = dict.fromkeys(one.device for one in found)
+        parts = [torch.cat([one for one in found if one.device == device]).cpu() for device in devices]
+        return hex_digest(*(part.numpy().tobytes() for part in parts))
+
+    def parted(self, trainer: pl.Trainer, digests: Sequence[str | None]) -> list[int]:
+        """Ranks whose weights are others than those of this one.
+
+        Args:
+            trainer: The trainer.
+            digests: What :meth:`digest_of_weights` has returned on each rank; None where that is not known.
+
+        Warns:
+            StatefulWarning: There are such, for the first time.
+        """
+        own = digests[trainer.global_rank]
+        found = [rank for rank, digest in enumerate(digests) if digest is not None and digest != own]
+        if found and not self._has_warned_of_weights:
+            self._has_warned_of_weights = True
+            rank_zero_warn(
+                f"Weights of ranks {found[:8]} are others than those of rank {trainer.global_rank}, which a checkpoint "
+                "holds. A resume goes on with these on all ranks, and is not exact. DDP adds up gradients alone: let "
+                "what changes them or the weights draw the same on all ranks (pl.seed_everything with one seed, no "
+                "torch.Generator of each rank's own), and save where weights are averaged if they are so now and then.",
+                category=StatefulWarning,
+            )
+        return found
+
     def _unlike_own(self, digest: str | None, shown: Any) -> dict[str, Any] | None:
         """What another rank has shown, where it is of this save, without what is as on this rank."""
         if shown is None or _digest_of_all(shown[0]) != digest:
             return None
         digests, values = shown
         return {name: values.get(name) for name, one in digests.items() if self._digests.get(name) != one}
+
+
+def warn_of_parted(ranks: Sequence[int]) -> None:
+    """Warn of a resume from a checkpoint that was written where these ranks had other weights than rank 0.
+
+    Warns:
+        StatefulWarning: There were such.
+    """
+    if ranks:
+        rank_zero_warn(
+            f"The checkpoint was written where weights of ranks {list(ranks)[:8]} were others than those of rank 0, "
+            "which it holds. All ranks go on with these: the resume is not exact.",
+            category=StatefulWarning,
+        )
 
 
 def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
@@ -190,6 +243,11 @@ def _is_readable(buffer: torch.Tensor) -> bool:
     """Whether its numbers can be read as they are; others are left alone."""
     is_plain = type(buffer) in (torch.Tensor, torch.nn.Parameter) and buffer.layout == torch.strided
     return is_plain and not (buffer.is_meta or buffer.is_quantized)
+
+
+def _some_numbers(values: torch.Tensor) -> torch.Tensor:
+    flat = values.reshape(-1)
+    return flat[:: max(flat.numel() // _NUM_COMPARED, 1)][:_NUM_COMPARED].to(torch.complex128)
 
 
 def _digest(buffer: torch.Tensor) -> str:

@@ -1,0 +1,166 @@
+"""Buffers and attributes that no checkpoint holds: those that training has changed are named on a resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning, some_of
+
+
+class Mean(torch.nn.Module):
+    """A running mean, and a table that stays as it was built."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()), persistent=persistent)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+class Model(BoringModel):
+    """Averages its losses over an epoch."""
+
+    def __init__(self, *, persistent: bool, restores: bool = False) -> None:
+        super().__init__()
+        self.mean, self.restores = Mean(persistent=persistent), restores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean.total += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.mean.total.zero_()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["total"] = self.mean.total.clone()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.restores:
+            self.mean.total.copy_(checkpoint["total"])
+
+
+def run(folder: Path, path: Path | None = None, **how: bool) -> list[str]:
+    """The warnings of a run of two epochs of four batches, which saves after each batch."""
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    trainer = quiet_trainer(
+        *([] if path else [saver]),
+        StatefulDataCallback(),
+        max_epochs=2,
+        limit_val_batches=0,
+        enable_checkpointing=not path,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Model(**how), DataLoader([torch.ones(32)] * 8, batch_size=2), ckpt_path=path)
+    return [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "is_told"),
+    [
+        ({"persistent": False}, 2, True),
+        ({"persistent": False}, 6, True),
+        # Of the last batch of an epoch, at whose end it is summed up.
+        ({"persistent": False}, 4, True),
+        ({"persistent": False, "restores": True}, 2, False),
+        ({"persistent": True}, 2, False),
+    ],
+)
+def test_what_training_has_changed_and_a_resume_lacks_is_named(
+    tmp_path: Path, how: dict[str, bool], step: int, is_told: bool
+) -> None:
+    assert run(tmp_path, **how) == []
+    said = run(tmp_path, tmp_path / f"step={step}.ckpt", **how)
+    told = ["no checkpoint holds (persistent=False)" in one and "mean.total" in one for one in said]
+    assert told == [True] * is_told
+    assert "table" not in "".join(said)
+
+
+class Remembers(BoringModel):
+    """Has a temperature for each epoch, and a queue of what it has seen."""
+
+    def __init__(self, restores: str = "") -> None:
+        super().__init__()
+        self.temperature, self.seen, self.restores = 1.0, deque(maxlen=3), restores
+        self.losses: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature = 1 / (2 + self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch.mean())
+        found = super().training_step(batch, batch_idx)
+        self.losses.append(found["loss"].item())
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = list(self.seen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen.extend(checkpoint["seen"] if self.restores else ())
+
+    def on_train_start(self) -> None:
+        if self.restores == "all":
+            self.on_train_epoch_start()
+
+
+class Counts(Callback):
+    """Counts batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+
+@pytest.mark.parametrize(
+    ("step", "restores", "expected"),
+    [
+        (2, "", ["temperature was 0.5 and is 1.0", "seen", "losses"]),
+        (2, "seen", ["temperature was 0.5 and is 1.0", "losses"]),
+        (2, "all", ["losses"]),
+        # The epoch's start sets the temperature, and the end of the one before empties the list.
+        (5, "", ["temperature was 0.3333333333333333 and is 1.0", "seen", "losses"]),
+        (4, "", ["seen"]),
+    ],
+)
+def test_attributes_that_a_resume_lacks_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, step: int, restores: str, expected: list[str]
+) -> None:
+    at_end = step == 4
+    saver = ModelCheckpoint(
+        tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=0 if at_end else 1, every_n_epochs=int(at_end)
+    )
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / f"step={step}.ckpt"):
+        caplog.clear()
+        trainer = quiet_trainer(
+            Counts(),
+            *([] if path else [saver]),
+            StatefulDataCallback(),
+            max_epochs=2,
+            limit_val_batches=0,
+            enable_checkpointing=not path,
+        )
+        trainer.fit(Remembers(restores), DataLoader([torch.ones(32)] * 8, batch_size=2), ckpt_path=path)
+        found = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+        if path is None:
+            assert not found
+    (said,) = found
+    named = said.partition("are others here: ")[2].partition(". If training")[0]
+    names = [*expected, f"Counts.batches was {step} and is 0"]
+    assert named == some_of(names)
