@@ -12,6 +12,7 @@ from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.generators.rng import OwnRandomness, keep_randomness
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
+    GOES_ON,
     INEXACT,
     NUM_FIRST,
     OTHER_GENERATORS,
@@ -22,7 +23,7 @@ from lightning_stateful.iterable_datasets.pass_history import (
     history_of,
     parts_of,
 )
-from lightning_stateful.iterable_datasets.rank_draws import UnseededDraws, seed_reads
+from lightning_stateful.iterable_datasets.rank_draws import KEEPS, UnseededDraws, keeps_what_it_draws, seed_reads
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -331,11 +332,10 @@ class IterableSlot:
         missing = passes[len(self._history) :]
         are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
         if missing and self._history.draws and not are_read:
-            self.said.append(
-                f"{self._name()} holds a random generator that goes on from pass to pass. Earlier passes are not read "
-                "again for that, so the resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, "
-                "or give the dataset state_dict and load_state_dict."
-            )
+            self.said.append(f"{self._name()} {GOES_ON}")
+        is_unseeded = self._config.gives_batches or self._config.sample_seed is None
+        if missing and is_unseeded and keeps_what_it_draws(self._dataset):
+            self.said.append(f"{self._name()} {KEEPS}")
         for number in missing:
             epoch, many = len(self._history), number if number >= 0 else -1 - number
             self._begin_pass(epoch)

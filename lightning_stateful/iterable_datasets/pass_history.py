@@ -49,6 +49,12 @@ OTHER_GENERATORS = (
     'accept=("nondeterministic",) is silent.'
 )
 
+GOES_ON = (
+    "holds a random generator that goes on from pass to pass. Earlier passes are not read again for that, so the "
+    "resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, or give the dataset state_dict and "
+    "load_state_dict."
+)
+
 
 class PassHistory(list[int]):
     """The passes over a dataset in this process: of each the batches read, or ``-1 - batches`` of one that ended.

@@ -7,11 +7,13 @@ draws in threads of its own follows no seed, nor what an iterable of batches dra
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,14 +21,29 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.core.seeding import mixed_seed
+from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.generators.attributes import is_users
 from lightning_stateful.generators.generator_states import process_states
-from lightning_stateful.generators.rng import KINDS, Randomness, seed_kinds, seed_randomness, state_of_generator
+from lightning_stateful.generators.rng import (
+    KINDS,
+    Randomness,
+    keep_randomness,
+    seed_kinds,
+    seed_randomness,
+    state_of_generator,
+)
+from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rank_exchange import exchanged
 
+KEEPS = (
+    "keeps what it draws from torch, NumPy or random as a pass begins, such as a list that it shuffles in place. What "
+    "an iterable that is no DataLoader draws follows no seed, and earlier passes are begun again with other draws: the "
+    "resume is not exact. Shuffle a copy, by a generator that is seeded from the epoch, or pass a DataLoader."
+)
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
+# Items that tell a pass from another.
+_FIRST_ITEMS = 2
 # Batches of a pass in which draws of threads are looked for, and modules of Python's whose threads run functions.
 _LOOKS, _POOLS = 8, ("concurrent.futures.thread", "multiprocessing.dummy")
 
@@ -161,9 +178,9 @@ class UnseededDraws:
         if self._gives_batches:
             return [
                 f"{name} draws from the process's random generators, from where the model has left them. So the first "
-                "batches after a resume within an epoch draw other numbers than without the stop. Let it draw from a "
-                "generator of its own that is in its state; or train on a DataLoader, or on a graph of torchdata nodes "
-                "with StreamDataModule(graph), whose samples are seeded."
+                "batches after a resume draw other numbers than without the stop. Let it draw from a generator of its "
+                "own that is in its state; or train on a DataLoader, or on a graph of torchdata nodes with "
+                "StreamDataModule(graph), whose samples are seeded."
             ]
         return [
             f"{name} runs threads of its own in this process, while random numbers are drawn from the process's "
@@ -196,3 +213,22 @@ def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, n
     seed_randomness(mixed_seed(seed, epoch, task.slot, number))
     if kinds and not kinds >= ALL_KINDS:
         seed_kinds(kinds, mixed_seed(seed, epoch, task.slot - task.rank, number))
+
+
+def keeps_what_it_draws(iterable: Any) -> bool:
+    """Whether a pass over an iterable depends on where the process's generators stood as the one before it began.
+
+    Two copies of it are begun under two seeds, left behind their first item, and begun again under one seed.
+
+    Args:
+        iterable: An iterable dataset, or an iterable of batches.
+    """
+    found: list[str] = []
+    with keep_randomness(), suppress(Exception):
+        for seed in range(2):
+            copied = copy.deepcopy(iterable)
+            seed_randomness(derive_seed("pass before", seed))
+            next(iter(copied), None)
+            seed_randomness(derive_seed("pass"))
+            found.append(digest_of_sample(list(islice(copied, _FIRST_ITEMS))))
+    return len(set(found)) > 1

@@ -184,6 +184,16 @@ def test_a_generator_that_an_inner_loader_goes_on_drawing_from_is_warned_of(
         train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
+def test_an_iterable_that_keeps_what_the_process_draws_is_warned_of_behind_an_epoch(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Prefetches(DataLoader(InPlace(), batch_size=2))
+
+    ended(tmp_path / "end.ckpt", make, run=train_alone, max_epochs=1)
+    with pytest.warns(StatefulWarning, match="Prefetches .* keeps what it draws from torch, NumPy or random as a pass"):
+        train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
+
+
 def test_nothing_is_said_of_a_loader_that_begins_alike(tmp_path: Path) -> None:
     def make() -> Any:
         return Prefetches(DataLoader(NUMBERS, batch_size=2, shuffle=True, num_workers=1))
