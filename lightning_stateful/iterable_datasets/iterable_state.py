@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_stateful.errors import PositionError, StatefulWarning
-from lightning_stateful.iterable_datasets.iterables import FRESH, IterableConfig, IterableTask, name_of_slot
+from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask
+from lightning_stateful.iterable_datasets.iterables import IterableConfig, name_of_slot
 from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
@@ -118,6 +119,7 @@ class IterableState:
                 state=slot,
                 is_here=self.is_here,
                 waits=worker < first,
+                share=(worker * self.num_replicas + rank, self.num_workers * self.num_replicas),
             )
             for worker, slot in enumerate(slots)
         ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.generators.rng import OwnRandomness, keep_randomness
+from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask, begin_datapipe, name_of_dataset
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
     GOES_ON,
@@ -32,23 +33,6 @@ from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
-# The state of a worker slot before it has read anything.
-FRESH: NodeState = {
-    "batches": 0,
-    "item": 0,
-    "exhausted": False,
-    "over": False,
-    "left_out": 0,
-    "state": None,
-    "since": 0,
-    "first": None,
-    "samples": None,
-    "passes": [],
-    "changes": False,
-    "draws": False,
-    "outside": {},
-    "ended": None,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +82,7 @@ class IterableConfig:
     @property
     def name(self) -> str:
         """The dataset's class."""
-        return type(self.dataset).__qualname__
+        return name_of_dataset(self.dataset)
 
     @property
     def counts_passes(self) -> bool:
@@ -125,30 +109,6 @@ class IterableConfig:
         batches = getattr(self.dataset, "batch_sampler", None) if self.gives_batches else None
         sampler = getattr(self.dataset, "sampler", None) if self.gives_batches else None
         return [self.dataset, sampler, getattr(batches, "sampler", None)]
-
-
-class IterableTask(NamedTuple):
-    """The part of a pass that a worker slot is to read.
-
-    Attributes:
-        slot: Its number, ``worker * num_replicas + rank``; where ranks draw alike that of rank 0.
-        worker: Which of its rank's workers it is.
-        rank: Its rank.
-        epoch: The pass.
-        state: Where to begin; None for the beginning of the pass.
-        is_here: Whether its dataset stands there already, so that the pass is just begun.
-        waits: Whether its first turn is left out, because the batch that comes next is that of a later worker.
-        steps_before: 0: a pass is never divided anew.
-    """
-
-    slot: int
-    worker: int
-    rank: int
-    epoch: int
-    state: NodeState | None = None
-    is_here: bool = True
-    waits: bool = False
-    steps_before: int = 0
 
 
 class IterableSlot:
@@ -266,6 +226,7 @@ class IterableSlot:
         if self._history.loaded:
             forget_loaded(parts_of(self._dataset))
         self._note_pass()
+        begin_datapipe(self._dataset, self._config.seed, epoch, self._task.share)
         self._set_iterator(iter(self._dataset))
 
     def _note_pass(self) -> None:

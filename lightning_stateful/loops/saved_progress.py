@@ -54,6 +54,7 @@ _OF_RANK = {
     "generators?": {str: object},
     "waits?": {str: [object]},
     "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
+    "remembered?": {str: str},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
@@ -64,11 +65,15 @@ _PARTS = {
     "epoch_begun": [bool],
     "flags": (str, bool),
     "passing": {str: str},
-    "remembered": {str: str},
     "pruned": [str],
     "results": Either(
         {},
-        {"ranks": [Either(None, _OF_RANK)], "buffers?": [Either(None, {str: object})], "parted?": [COUNT]},
+        {
+            "ranks": [Either(None, _OF_RANK)],
+            "buffers?": [Either(None, {str: object})],
+            "parted?": [COUNT],
+            "hooks?": [str],
+        },
     ),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),
     "written": Either(

@@ -29,7 +29,7 @@ from lightning_stateful.module_state.metric_states import MetricState, MetricSta
 from lightning_stateful.module_state.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.module_state.module_changes import note_buffers
 from lightning_stateful.module_state.module_flags import look_again
-from lightning_stateful.module_state.passing_values import look_once
+from lightning_stateful.module_state.passing_values import changed, expect_attributes, look_once
 from lightning_stateful.module_state.rank_buffers import RankBuffers, put_back, warn_of_parted
 from lightning_stateful.samplers.rank_exchange import post, posted
 
@@ -137,6 +137,7 @@ class EpochResults:
             "cut": cut_epochs.state_of_cut(trainer, progress.epoch) if progress.running else {},
             "buffers": self._buffers.show(trainer, progress),
             "weights": self._buffers.digest_of_weights(trainer),
+            "remembered": changed(trainer).get("remembered", {}),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
@@ -149,6 +150,7 @@ class EpochResults:
         found: dict[str, list[Any]] = {
             "buffers": self._buffers.of_ranks(trainer, digests),
             "parted": self._buffers.parted(trainer, weights),
+            "hooks": self._buffers.hooks,
         }
         found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
         is_empty = all(part is not None and not any(part.values()) for part in ranks)
@@ -215,7 +217,7 @@ class EpochResults:
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
         put_back(trainer, state.get("buffers", []))
-        warn_of_parted(state.get("parted", []))
+        warn_of_parted(state.get("parted", []), state.get("hooks", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size
         if not is_moved:
@@ -226,6 +228,7 @@ class EpochResults:
         elif trainer.global_rank == 0:
             self._pending = _joined([part["logged"] for part in known])
             warn_of_lost({place for part in known for place in part.get("generators", ())})
+        expect_attributes(trainer, [(part or {}).get("remembered", {}) for part in parts])
         self._follow_logging(trainer)
         go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
         of_rank = parts[0 if is_moved else trainer.global_rank]

@@ -156,8 +156,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
-        which submodules are in eval mode. ``passing`` and ``remembered``: buffers and attributes that no checkpoint
-        holds.
+        which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds.
     """
     if trainer is None:
         return {}
@@ -182,7 +181,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         )
     if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
         found["flags"] = known
-    found |= passing_values.changed(trainer)
+    if passing := passing_values.changed(trainer).get("passing"):
+        found["passing"] = passing
     _warn_of_buffers(trainer, progress, started)
     return found
 

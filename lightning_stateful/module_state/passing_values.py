@@ -6,31 +6,35 @@ has changed are lost by a resume, unless a hook restores them.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
-from lightning_stateful.samplers.fingerprint import digest, spread
+from lightning_stateful.samplers.fingerprint import digest, digest_of_some, short_text
 
 # Kept with the loop.
 _WATCH = "_passing_values"
-# Numbers in a buffer or tensor up to which it is looked at: a metric, a queue.
-_MOST_NUMBERS = 2**16
-# Values of a list or dict that are looked at, evenly apart; attributes in a checkpoint; and characters of a value.
-_MOST_VALUES, _MOST_NAMES, _MOST_CHARACTERS = 64, 64, 40
+# Numbers in a buffer up to which it is looked at: a metric, a queue; attributes in a checkpoint; objects within each
+# other that are looked into; and items of a list of objects.
+_MOST_NUMBERS, _MOST_NAMES, _DEPTH, _MOST_ITEMS = 2**16, 64, 2, 64
+# What others compare.
+_LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
 # Begins what is no value itself.
 _DIGEST = "#"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 Texts = dict[str, str]
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
 
 class _Watch:
@@ -40,14 +44,14 @@ class _Watch:
         saved: What :func:`changed` gave, of the checkpoint that the run is resumed from.
     """
 
-    def __init__(self, saved: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, saved: dict[str, Texts]) -> None:
         self.saved = saved
         # By kind, as the first epoch began; None before.
         self.begun: dict[str, Texts] | None = None
         # Those that are others, as the fit ended.
         self.at_end: dict[str, Texts] | None = None
-        # Whether attributes are still to be compared, as the first batch begins.
-        self.is_awaiting = bool(saved.get("remembered"))
+        # Attributes of a checkpoint are still to be compared, but for those that another rank speaks of.
+        self.is_awaiting, self.shared = False, set[tuple[str, str]]()
 
 
 def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
@@ -55,9 +59,9 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
 
     Args:
         trainer: The trainer.
-        saved: A state that has what :func:`changed` gave, if the run is resumed from a checkpoint.
+        saved: A state that has the buffers of :func:`changed`, if the run is resumed from a checkpoint.
     """
-    vars(trainer.fit_loop)[_WATCH] = _Watch({kind: (saved or {}).get(kind, {}) for kind in _KINDS})
+    vars(trainer.fit_loop)[_WATCH] = _Watch({"passing": dict((saved or {}).get("passing", {})), "remembered": {}})
     call_before_epochs(trainer, partial(_begin, trainer))
 
 
@@ -87,6 +91,21 @@ def changed(trainer: pl.Trainer) -> dict[str, Texts]:
         others = [name for name, held in now.items() if name in saved or begun.get(name) != held]
         found |= {kind: {name: now[name] for name in others[:_MOST_NAMES]}} if others else {}
     return found
+
+
+def expect_attributes(trainer: pl.Trainer, of_ranks: Sequence[Texts]) -> None:
+    """Compare attributes, when the first batch begins, with those of the rank that wrote a checkpoint.
+
+    Args:
+        trainer: The trainer.
+        of_ranks: By rank what :func:`changed` gave as ``remembered``; another number of ranks has that of the first.
+    """
+    known: _Watch = vars(trainer.fit_loop)[_WATCH]
+    rank = trainer.global_rank if len(of_ranks) == trainer.world_size else 0
+    known.saved["remembered"] = dict(of_ranks[rank])
+    # What is as on rank 0 is said there.
+    known.shared = set(of_ranks[0].items()) if trainer.global_rank else set()
+    known.is_awaiting = bool(of_ranks[rank])
 
 
 def _begin(trainer: pl.Trainer) -> None:
@@ -122,12 +141,18 @@ def look_once(trainer: pl.Trainer) -> None:
     known.is_awaiting = False
     now, begun = _attributes(trainer), known.begun["remembered"]
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
-    if left := [name for name in others if now.get(name) == begun.get(name)]:
+    left = [
+        name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
+    ]
+    if left:
         said = [_change(name, others[name], now.get(name, "missing")) for name in left]
-        rank_zero_info(
-            "Attributes of the module or of callbacks that no checkpoint holds had been changed in training when this "
-            f"one was written, and are others here: {some_of(said)}. If training depends on them, the resume is not "
-            "exact: save them in on_save_checkpoint, or in state_dict of a callback, or set them in on_train_start."
+        of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        _log.info(
+            f"Attributes of the module or of callbacks{of_rank} that no checkpoint holds had been changed in training "
+            f"when this one was written, and are others here: {some_of(said)}. If training depends on them, the resume "
+            "is not exact: save them in on_save_checkpoint, or in state_dict of a callback, or set them in "
+            "on_train_start. Of several ranks a checkpoint has what rank 0 saves: gather it, or let it be the same on "
+            "all."
         )
 
 
@@ -147,12 +172,44 @@ def _buffers(trainer: pl.Trainer) -> Texts:
 
 
 def _attributes(trainer: pl.Trainer) -> Texts:
-    found: Texts = {}
+    module, found = trainer.lightning_module, Texts()
+    # What a checkpoint holds.
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    seen = {id(one) for one in (*module.modules(), *trainer.optimizers, *schedulers)}
     for prefix, owner in _owners(trainer):
         for name, value in attributes_of(owner).items():
-            if name not in _names_of_lightning() and (text := _text(value)):
-                found[f"{prefix}.{name}".lstrip(".")] = text
+            if name not in _names_of_lightning():
+                found |= _texts(f"{prefix}.{name}".lstrip("."), value, seen, 0)
     return found
+
+
+def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
+    """Texts of a value, and of what objects of a user's in it hold; of a network, or an optimizer, one digest."""
+    if text := short_text(value):
+        return {name: text}
+    if id(value) in seen or depth > _DEPTH or isinstance(value, _LEFT_OUT):
+        return {}
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        return {name: _DIGEST + digest_of_some([*value.parameters(), *value.buffers()])}
+    if isinstance(value, torch.optim.Optimizer):
+        return {name: _DIGEST + digest_of_some(states_of(value))}
+    if isinstance(value, LRScheduler):
+        return {f"{name}.last_epoch": repr(value.last_epoch)}
+    parts: dict[str, Any] = {}
+    if isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_ITEMS)}
+    elif isinstance(value, (list, tuple, deque)):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(islice(value, _MOST_ITEMS))}
+    elif is_users(type(value).__module__):
+        parts = {f"{name}.{key}": part for key, part in attributes_of(value).items()}
+    return {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in the state of an optimizer, in the order of its parameters."""
+    of_parameters = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
+    return [value for held in of_parameters for value in held.values() if isinstance(value, torch.Tensor)]
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
@@ -170,24 +227,3 @@ def _names_of_lightning() -> frozenset[str]:
 
 
 _KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {"passing": _buffers, "remembered": _attributes}
-
-
-def _text(value: Any) -> str:
-    """A number or short string itself; a digest of a longer one, a small array or a container; empty for others."""
-    if type(value) in _PLAIN:
-        text = repr(value)
-        return text if len(text) <= _MOST_CHARACTERS else _DIGEST + digest(text)
-    if isinstance(value, np.ndarray):
-        return _DIGEST + digest(value) if value.size <= _MOST_NUMBERS and not value.dtype.hasobject else ""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        is_read = value.numel() <= _MOST_NUMBERS and value.layout == torch.strided and not value.is_meta
-        return _DIGEST + digest(value.detach().cpu()) if is_read else ""
-    if isinstance(value, (set, frozenset)):
-        # In no order of their own.
-        value = sorted(map(repr, value)) if len(value) <= _MOST_VALUES else [len(value)]
-    if isinstance(value, dict):
-        value = [part for item in value.items() for part in item]
-    if not isinstance(value, (list, tuple, deque)):
-        return ""
-    parts = [_text(value[place]) for place in spread(len(value), _MOST_VALUES)]
-    return f"{_DIGEST}{len(value)} {digest(parts)}" if all(parts) else ""

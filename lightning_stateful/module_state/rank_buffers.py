@@ -20,7 +20,8 @@ from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest
+from lightning_stateful.module_state.passing_values import states_of
+from lightning_stateful.samplers.fingerprint import as_array, digest_of_some, hex_digest
 from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
@@ -32,17 +33,22 @@ _REMEDY = (
     "Let them be equal on all ranks: BatchNorm by Trainer(sync_batchnorm=True), a queue by what self.all_gather gives "
     "of all ranks."
 )
-# Numbers of each parameter that are compared.
-_NUM_COMPARED = 16
+_NO_HOOKS = "It is not exact. Save and restore it in a callback's state_dict, by rank, or do without such a hook."
 # By rank the buffers, as plain data, that are others than in state_dict, None for those that are not kept; None of a
 # rank of which that is not known.
 OfRanks = list[dict[str, Any] | None]
 
 
 class RankBuffers:
-    """Compares the module's buffers over all ranks as a checkpoint is written."""
+    """Compares the module's buffers over all ranks as a checkpoint is written.
+
+    Attributes:
+        hooks: Names of communication hooks of DDP that have a state, which no checkpoint holds.
+    """
 
     def __init__(self) -> None:
+        self.hooks: list[str] = []
+        self._has_warned_of_hooks = False
         self._digests: dict[str, str] = {}
         self._has_warned = False
         self._has_warned_of_weights = False
@@ -51,6 +57,7 @@ class RankBuffers:
     def note(self, trainer: pl.Trainer) -> None:
         """Note how DDP broadcasts buffers: when training is over, Lightning has taken it off the module."""
         self._broadcast = _broadcast_of(trainer) or self._broadcast
+        self.hooks = _hooks_with_state(trainer.strategy.model) or self.hooks
 
     def show(self, trainer: pl.Trainer, progress: LoopProgress) -> str:
         """Show other ranks the buffers of this one that DDP does not overwrite before the next batch.
@@ -59,6 +66,9 @@ class RankBuffers:
             A digest of them; empty where there are none.
         """
         self.note(trainer)
+        if self.hooks and not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            rank_zero_warn(f"{_said_of_hooks(self.hooks)} {_NO_HOOKS}", category=StatefulWarning)
         buffers = {} if self._broadcast is None else _own_buffers(trainer, progress, self._broadcast)
         self._digests = {name: _digest(one) for name, one in buffers.items()}
         if not buffers:
@@ -102,19 +112,21 @@ class RankBuffers:
         return found
 
     def digest_of_weights(self, trainer: pl.Trainer) -> str:
-        """A digest of some numbers of each parameter that DDP keeps alike on ranks; empty without DDP on several."""
+        """A digest of some numbers of what DDP keeps alike on ranks: parameters, and states of optimizers.
+
+        Empty without DDP on several; of an optimizer that divides its state among ranks that is left out.
+        """
         if self._broadcast is None:
             return ""
         parameters = dict(trainer.lightning_module.named_parameters())
-        read = [one.detach() for name, one in parameters.items() if name not in self._broadcast.ignored]
-        found = [_some_numbers(one) for one in read if one.numel() and _is_readable(one)]
-        # One copy for each device, not one for each parameter.
-        devices = dict.fromkeys(one.device for one in found)
-        parts = [torch.cat([one for one in found if one.device == device]).cpu() for device in devices]
-        return hex_digest(*(part.numpy().tobytes() for part in parts))
+        read: list[torch.Tensor] = [one for name, one in parameters.items() if name not in self._broadcast.ignored]
+        optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+        for one in optimizers:
+            read += [] if type(one).__name__ == "ZeroRedundancyOptimizer" else states_of(one)
+        return digest_of_some(read)
 
     def parted(self, trainer: pl.Trainer, digests: Sequence[str | None]) -> list[int]:
-        """Ranks whose weights are others than those of this one.
+        """Ranks whose weights, or states of optimizers, are others than those of this one.
 
         Args:
             trainer: The trainer.
@@ -128,10 +140,11 @@ class RankBuffers:
         if found and not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             rank_zero_warn(
-                f"Weights of ranks {found[:8]} are others than those of rank {trainer.global_rank}, which a checkpoint "
-                "holds. A resume goes on with these on all ranks, and is not exact. DDP adds up gradients alone: let "
-                "what changes them or the weights draw the same on all ranks (pl.seed_everything with one seed, no "
-                "torch.Generator of each rank's own), and save where weights are averaged if they are so now and then.",
+                f"Weights, or states of optimizers, of ranks {found[:8]} are others than those of rank "
+                f"{trainer.global_rank}, which a checkpoint holds. A resume goes on with these on all ranks, and is "
+                "not exact. DDP adds up gradients alone: let what changes them or the weights draw the same on all "
+                "ranks (pl.seed_everything with one seed, no torch.Generator of each rank's own). Where weights are "
+                "averaged now and then, save at such a step, and average momentum too.",
                 category=StatefulWarning,
             )
         return found
@@ -144,16 +157,22 @@ class RankBuffers:
         return {name: values.get(name) for name, one in digests.items() if self._digests.get(name) != one}
 
 
-def warn_of_parted(ranks: Sequence[int]) -> None:
-    """Warn of a resume from a checkpoint that was written where these ranks had other weights than rank 0.
+def warn_of_parted(ranks: Sequence[int], hooks: Sequence[str]) -> None:
+    """Warn of a resume from a checkpoint that was written where ranks differed, or DDP's hooks had a state.
+
+    Args:
+        ranks: Ranks that had other weights than rank 0.
+        hooks: See :class:`RankBuffers`.
 
     Warns:
         StatefulWarning: There were such.
     """
+    if hooks:
+        rank_zero_warn(f"{_said_of_hooks(hooks)} So this resume is not exact.", category=StatefulWarning)
     if ranks:
         rank_zero_warn(
-            f"The checkpoint was written where weights of ranks {list(ranks)[:8]} were others than those of rank 0, "
-            "which it holds. All ranks go on with these: the resume is not exact.",
+            f"The checkpoint was written where weights, or states of optimizers, of ranks {list(ranks)[:8]} were "
+            "others than those of rank 0, which it holds. All ranks go on with these: the resume is not exact.",
             category=StatefulWarning,
         )
 
@@ -245,9 +264,19 @@ def _is_readable(buffer: torch.Tensor) -> bool:
     return is_plain and not (buffer.is_meta or buffer.is_quantized)
 
 
-def _some_numbers(values: torch.Tensor) -> torch.Tensor:
-    flat = values.reshape(-1)
-    return flat[:: max(flat.numel() // _NUM_COMPARED, 1)][:_NUM_COMPARED].to(torch.complex128)
+def _hooks_with_state(ddp: Any) -> list[str]:
+    held = vars(ddp).get("_comm_hooks", ()) if isinstance(ddp, DistributedDataParallel) else ()
+    # A group of processes alone decides nothing, and that of mixed precision is what DDP sets up by itself.
+    names = [(hook.__qualname__, type(state)) for hook, state in held if state is not None]
+    is_left_out = ("ProcessGroup", "_AllreduceUpcastHookState")
+    return [name for name, kind in names if kind.__name__ not in is_left_out]
+
+
+def _said_of_hooks(names: Sequence[str]) -> str:
+    return (
+        f"A communication hook of DDP ({some_of(list(names))}) has a state, such as PowerSGD's errors and iteration, "
+        "which no checkpoint holds: a resume begins it anew."
+    )
 
 
 def _digest(buffer: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, datetime, time, timedelta, tzinfo
@@ -34,6 +35,8 @@ _READ_ROWS = 16
 # Columns of larger rows are told by their name and type alone.
 _READ_BYTES = 2**20
 _LISTED_ITEMS = 64
+# Of a value that is shown the characters and numbers up to which it is, and numbers of a tensor that tell it.
+_MOST_CHARACTERS, _MOST_NUMBERS, _NUM_READ = 40, 2**16, 16
 # Containers and objects within each other of which the values count, and objects that one leads to.
 _DEPTH, _MOST_OBJECTS = 8, 1024
 # Types whose text is their whole value; a datetime is a date too.
@@ -298,6 +301,42 @@ def value_as_text(item: object) -> str | None:
     base = next((kind for kind in _SHOWN_WHOLE if isinstance(item, kind)), None)
     # Not by a method of a subclass, which may show something else in every process.
     return None if base is None else str(base.__str__(item))
+
+
+def short_text(value: Any) -> str:
+    """A number or short string itself; ``#`` and a digest of an array, a tensor or a container of such.
+
+    Of a long list or dict some values are read, evenly apart. Empty for any other object, and for large arrays.
+    """
+    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+        text = repr(value)
+        return text if len(text) <= _MOST_CHARACTERS else f"#{digest(text)}"
+    if isinstance(value, np.ndarray):
+        return f"#{digest(value)}" if value.size <= _MOST_NUMBERS and not value.dtype.hasobject else ""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        is_read = value.numel() <= _MOST_NUMBERS and value.layout == torch.strided and not value.is_meta
+        return f"#{digest(value.detach().cpu())}" if is_read else ""
+    if isinstance(value, (set, frozenset)):
+        # In no order of their own.
+        value = sorted(map(repr, value)) if len(value) <= _LISTED_ITEMS else [len(value)]
+    if isinstance(value, dict):
+        value = [part for item in value.items() for part in item]
+    if not isinstance(value, (list, tuple, deque)):
+        return ""
+    parts = [short_text(value[place]) for place in spread(len(value), _LISTED_ITEMS)]
+    return f"#{len(value)} {digest(parts)}" if all(parts) else ""
+
+
+def digest_of_some(tensors: Iterable[torch.Tensor]) -> str:
+    """A digest of some numbers of each tensor, evenly apart; of large ones it reads few."""
+    found: list[torch.Tensor] = []
+    for one in tensors:
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided and not one.is_meta:
+            flat = one.detach().reshape(-1)
+            found.append(flat[:: max(flat.numel() // _NUM_READ, 1)][:_NUM_READ].to(torch.complex128))
+    # One copy for each device, not one for each tensor.
+    parts = [torch.cat([one for one in found if one.device == at]).cpu() for at in {one.device: 0 for one in found}]
+    return hex_digest(*(part.numpy().tobytes() for part in parts))
 
 
 def _fields_of(item: object) -> Mapping[str, Any]:

@@ -369,7 +369,8 @@ class StreamReader(ABC):
         if self._run is not None:
             self._run.close()
         if self._slots is None:
-            self._slots = SlotLoader(self.loader, self.settings, self.own_seed if self.options.seed_samples else None)
+            seed = self.own_seed if self.options.seed_samples else None
+            self._slots = SlotLoader(self.loader, self.settings, seed, is_trained_on=not self.options.exact)
         connect = partial(self._connect, state) if self._is_joined else None
         self._run = StreamRun(
             state, self._slots, self.topology, connect, seed=self.own_seed, limit=self._limit_after(state)

@@ -14,6 +14,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind, _InfiniteConstantSampler
 
+from lightning_stateful.contents.collate_watch import CollateWatch
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulError, StreamError
 from lightning_stateful.generators.held_generators import HeldGenerators
@@ -78,21 +79,32 @@ class SlotDataset(IterableDataset[Delivery]):
         dataset: The user's dataset.
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
         is_pinned: Whether torch pins what is handed over to memory.
+        is_trained_on: Whether ``collate`` is looked at, and a warning says if it carries something over.
     """
 
     tasks: list[Any]
     queues: list[Any]
     _process: int | None
     _held: HeldGenerators
+    _watch: CollateWatch | None
 
     def __init__(
-        self, config: Any, collate: Callable[[Any], Any], dataset: Any, seed: int | None, *, is_pinned: bool = False
+        self,
+        config: Any,
+        collate: Callable[[Any], Any],
+        dataset: Any,
+        seed: int | None,
+        *,
+        is_pinned: bool = False,
+        is_trained_on: bool = False,
     ) -> None:
         if seed is not None:
             seed = derive_seed("collate", seed) if draws_in_collation(collate) else None
         # Persistent workers hold a copy of this dataset from their first pass: tasks reach them through queues.
         own: dict[str, Any] = {"tasks": [], "queues": [], "_process": None}
         own["_held"] = HeldGenerators(is_repeatable=False, collate_fn=collate)
+        is_watched = is_trained_on and config.is_batched and draws_in_collation(collate)
+        own["_watch"] = CollateWatch(collate) if is_watched else None
         vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed, _is_pinned=is_pinned)
 
     def __iter__(self) -> Iterator[Delivery]:
@@ -116,7 +128,7 @@ class SlotDataset(IterableDataset[Delivery]):
     def collated(self, samples: list[Any], task: Any, number: int) -> Any:
         """The batch of a slot of that number."""
         if self._seed is None:
-            return self._collate(samples if self._config.is_batched else samples[0])
+            return self._made(samples)
         seed = mixed_seed(self._seed, task.epoch, task.slot, task.steps_before, number)
         if self._held.is_idle:
             return self._collated(samples, seed)
@@ -124,7 +136,11 @@ class SlotDataset(IterableDataset[Delivery]):
 
     def _collated(self, samples: list[Any], seed: int) -> Any:
         seed_randomness(seed)
-        return self._collate(samples if self._config.is_batched else samples[0])
+        return self._made(samples)
+
+    def _made(self, samples: list[Any]) -> Any:
+        given = samples if self._config.is_batched else samples[0]
+        return self._collate(given) if self._watch is None else self._watch.around(self._collate, given)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in vars(self):
@@ -197,15 +213,17 @@ class SlotLoader:
         loader: The user's loader.
         config: How the stream is read.
         seed: Seeds what ``collate_fn`` draws; None to leave it.
+        is_trained_on: Whether a ``collate_fn`` that carries something over is warned of.
 
     Attributes:
         loader: The copy.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None, *, is_trained_on: bool) -> None:
         self._original = loader
         self._said: set[str] = set()
-        self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed, is_pinned=loader.pin_memory)
+        how = {"is_pinned": loader.pin_memory, "is_trained_on": is_trained_on}
+        self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed, **how)
         self._generator = torch.Generator()
         # A loader of torchdata's would keep a state of its own.
         kind = DataLoader if is_torchdatas(loader) else type(loader)

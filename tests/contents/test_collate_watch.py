@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_stateful import StatefulLoader
+from lightning_stateful import StatefulLoader, patch_dataloader
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import StatefulWarning
 
@@ -293,3 +293,14 @@ def test_what_objects_hold_is_put_back() -> None:
 
 def test_evaluation_is_left_alone() -> None:
     assert read(Packs(), exact=True) == []
+
+
+class Streams(IterableDataset[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from TEXTS
+
+
+def test_so_is_one_over_an_iterable_dataset() -> None:
+    loader = patch_dataloader(DataLoader(Streams(), batch_size=4, collate_fn=Packs()))
+    with pytest.warns(StatefulWarning, match="The collate_fn Packs carries 'buffer' over from batch to batch"):
+        list(loader)

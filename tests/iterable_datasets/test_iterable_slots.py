@@ -17,7 +17,8 @@ from support.iterable_cases import Counts, GoesOn, GoesOnWithState, ItselfWithSt
 
 from lightning_stateful.errors import PositionError, StateError
 from lightning_stateful.generators.rng import keep_randomness
-from lightning_stateful.iterable_datasets.iterables import IterableConfig, IterableSlot, IterableTask
+from lightning_stateful.iterable_datasets.iterable_task import IterableTask
+from lightning_stateful.iterable_datasets.iterables import IterableConfig, IterableSlot
 from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 
 

@@ -164,7 +164,7 @@ class TestOptions:
         plan = order.plan(0, 2)
 
         assert len(list(plan.batches(1))) == 6
-        assert plan.progress_after(4) == Progress(consumed=4, details={"sampler": []})
+        assert plan.progress_after(4) == Progress(consumed=4, details={"sampler": [], "items": None})
 
 
 class Warns(Sampler[int]):

@@ -368,6 +368,7 @@ def test_one_that_counts_its_passes_and_is_read_beside_is_refused_behind_the_fir
 
 
 @pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*keeps what it draws from torch:lightning_stateful.errors.StatefulWarning")
 def test_one_that_keeps_iterators_of_several_loaders_is_warned_of_in_the_run_and_on_a_resume(tmp_path: Path) -> None:
     def keeps_both() -> Any:
         return own.KeepsBoth(*(DataLoader(Numbers(num), batch_size=2, shuffle=True) for num in (10, 8)))

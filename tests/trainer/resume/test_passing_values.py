@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from pathlib import Path
@@ -164,3 +165,45 @@ def test_attributes_that_a_resume_lacks_are_named_in_the_log(
     named = said.partition("are others here: ")[2].partition(". If training")[0]
     names = [*expected, f"Counts.batches was {step} and is 0"]
     assert named == some_of(names)
+
+
+class Decays:
+    """An object of a user's."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Teaches(Callback):
+    """Keeps an average of the weights, and a scheduler of its own."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.teacher = copy.deepcopy(pl_module.layer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.optimizer = pl_module.optimizers().optimizer
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 15)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.scheduler.step()
+        with torch.no_grad():
+            self.teacher.weight.lerp_(pl_module.layer.weight, 0.1)
+        pl_module.helpers[0].value *= 0.5
+
+
+class Helped(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helpers = [Decays()]
+
+
+def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / "x.ckpt"):
+        trainer = quiet_trainer(Teaches(), StatefulDataCallback(), max_steps=5 if path else 2, limit_val_batches=0)
+        trainer.fit(Helped(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    helper, scheduler = "helpers[0].value was 0.25 and is 1.0", "Teaches.scheduler.last_epoch was 2 and is 0"
+    assert f"others here: {helper}, Teaches.teacher, {scheduler}. If" in said

@@ -1,0 +1,133 @@
+"""What differs between the ranks of DDP, and a checkpoint of rank 0 cannot hold, is named there and on a resume."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from support.ddp_runs import on_ranks
+from support.ledger import Numbers
+from support.ranks import Ranks
+from support.runs import quiet_trainer
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(2, tmp_path_factory.mktemp("differing ranks") / "2")
+
+
+class Learns(pl.LightningModule):
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.momentum, self.scale = torch.nn.Linear(4, 1), momentum, 1.0
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.scale * (self.net(batch["x"]) - batch["id"]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001, momentum=self.momentum)
+
+
+class Averages(Callback):
+    """Averages weights in every second step, and nothing in between."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.model.register_comm_hook(None, noop_hook)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step % 2 == 0:
+            for one in pl_module.parameters():
+                dist.all_reduce(one.data)
+                one.data /= dist.get_world_size()
+
+
+class Compresses(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        trainer.strategy.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class Scales(Callback):
+    """Saves an average of the losses of rank 0."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.mean = 0.8 * self.mean + 0.2 * float(outputs["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class Words(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def words(folder: Path, kind: type[Callback], steps: int, momentum: float) -> list[list[str]]:
+    """What a run that is stopped says, and its resume, on this rank."""
+    found = []
+    for path in (None, folder / "x.ckpt"):
+        heard, logger = Words(), logging.getLogger("lightning.pytorch")
+        logger.addHandler(heard)
+        logger.setLevel(logging.INFO)
+        trainer = quiet_trainer(kind(), StatefulDataCallback(seed=3), **on_ranks(), max_steps=steps + 2 * bool(path))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Learns(momentum), DataLoader(Numbers(48), batch_size=4), ckpt_path=path)
+            if path is None:
+                trainer.save_checkpoint(folder / "x.ckpt")
+                dist.barrier()
+        logger.removeHandler(heard)
+        found.append([str(one.message) for one in caught if issubclass(one.category, StatefulWarning)] + heard.said)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "momentum", "expected"),
+    [
+        (Averages, 3, 0.0, ("of ranks [1] are others", "of ranks [1] were others")),
+        # Weights are equal there, and momentum is not.
+        (Averages, 4, 0.9, ("of ranks [1] are others", "of ranks [1] were others")),
+        (Averages, 4, 0.0, ("", "")),
+        (Compresses, 3, 0.0, ("(powerSGD_hook) has a state", "(powerSGD_hook) has a state")),
+    ],
+)
+def test_what_ranks_or_hooks_hold_apart_is_warned_of(
+    ranks: Ranks, kind: type[Callback], steps: int, momentum: float, expected: tuple[str, str]
+) -> None:
+    first, _ = ranks.of(words, kind, steps, momentum)
+    for said, text in zip(first, expected, strict=True):
+        found = [one for one in said if "states of optimizers" in one or "communication hook" in one]
+        assert len(found) == bool(text), found
+        assert text in "".join(found)
+
+
+def test_a_rank_that_gets_what_rank_0_saved_says_so(ranks: Ranks) -> None:
+    of_ranks = ranks.of(words, Scales, 3, 0.0)
+    named = [[one for one in said if "Scales.mean was" in one] for _, said in of_ranks]
+    assert not named[0]
+    (said,) = named[1]
+    assert "callbacks of rank 1 that" in said
