@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
-from lightning_stateful.generators.rng import OwnRandomness, keep_randomness
+from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask, begin_datapipe, name_of_dataset
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
@@ -156,8 +156,9 @@ class IterableSlot:
         self._is_exhausted = False
         # Samples of a last batch that is not full, left out by drop_last.
         self._left_out = 0
-        # Of the pass, where that was found to have begun already.
+        # Samples of the pass, where that was found to have begun already, and where generators stood behind them.
         self._found: list[Any] = []
+        self._drawn: Randomness | None = None
         self._number = 0  # Of the pass, in the history.
         # The dataset's state after the latest batch, if it is kept from the next one on.
         self._next_state: NodeState | None = None
@@ -282,9 +283,13 @@ class IterableSlot:
         many = number + since + ended["more"]
         self._history[self._number] = -1 - many if ended["over"] else many
         # From a state at its end some begin anew at once, and others once they have found nothing.
-        found = [] if self._is_exhausted or not ended["over"] or not is_same else self._read_samples(1)
-        if found:
-            self._found = found
+        if self._is_exhausted or not ended["over"] or not is_same:
+            self.close()
+            return
+        # It is the first sample of the pass, and draws as such.
+        self._seed(self.epoch, 0)
+        if found := self._read_samples(1):
+            self._found, self._drawn = found, Randomness.now()
         else:
             self.close()
 
@@ -377,6 +382,8 @@ class IterableSlot:
             return []
         self._seed(epoch, number)
         batch, self._found = self._found, []
+        if batch and self._drawn is not None and self._config.sample_seed is not None:
+            self._drawn.restore()
         batch += self._read_samples(size - len(batch))
         if len(batch) == size or not self._config.drop_last:
             return batch

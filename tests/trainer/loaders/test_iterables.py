@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.stream_runs import chunks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, UnsupportedLoaderError
@@ -140,6 +140,36 @@ def test_a_run_on_any_iterable_goes_on_exactly(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize("options", [{"limit_train_batches": 5}, {"accumulate_grad_batches": 3}], ids=str)
 def test_the_trainers_options_change_nothing_about_it(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     assert_goes_on_from_every_moment(tmp_path, KINDS[kind], MOMENTS[1:4], train_alone, **options)
+
+
+class Shares(IterableDataset[Any]):
+    """Shared by workers, draws for each sample, and says where it stands."""
+
+    def __init__(self) -> None:
+        self.served = self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.Random(self.passes).sample(range(43), 43)
+        info = get_worker_info()
+        order = order if info is None else order[info.id :: info.num_workers]
+        while self.served < len(order):
+            self.served += 1
+            yield {"id": torch.tensor(order[self.served - 1]), "x": torch.rand(4)}
+        self.served, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"served": self.served, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.served, self.passes = state["served"], state["passes"]
+
+
+def test_a_pass_that_a_state_at_an_end_leads_to_draws_what_it_does_without_the_stop(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Shares(), batch_size=4, num_workers=2, persistent_workers=True)
+
+    moments = [("on_train_epoch_end", epoch, 0) for epoch in range(2)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3, limit_train_batches=7)
 
 
 @pytest.mark.parametrize("options", [{}, {"limit_train_batches": 4}], ids=str)
