@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.generator_states import process_states
 from lightning_stateful.loops.lightning import RestartStage, TrainerFn, pl
-from lightning_stateful.loops.other_callbacks import announce_resumed_epoch, tell_to_stop, waits_to_stop
+from lightning_stateful.loops.other_callbacks import acts_before, announce_resumed_epoch, tell_to_stop, waits_to_stop
 from lightning_stateful.loops.saved_progress import TRACKED, LoopProgress, count_step, read_counters, rewritten
 
 _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
@@ -167,7 +167,9 @@ def warn_of_draws_before_seeding(trainer: pl.Trainer) -> None:
     """
     held: Any = vars(trainer.fit_loop.epoch_loop)
     before = held.pop("_before_hooks", None)
-    if before is not None and before != process_states() and not held.get("_said_draws"):
+    has_drawn = before is not None and before != process_states()
+    # Else a thread of a dataset has, say.
+    if has_drawn and acts_before(trainer, "on_train_epoch_start") and not held.get("_said_draws"):
         # Ours, kept with the loop.
         held["_said_draws"] = True
         rank_zero_warn(

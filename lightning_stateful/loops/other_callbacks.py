@@ -32,6 +32,18 @@ def longest_accumulation(trainer: pl.Trainer) -> int:
     return max(windows)
 
 
+def acts_before(trainer: pl.Trainer, hook: str) -> bool:
+    """Whether another callback has a hook that is called before that of this package's callback."""
+    kinds = [type(callback) for callback in _callbacks(trainer)]
+    ours = [place for place, kind in enumerate(kinds) if is_ours(kind)]
+    return bool(ours) and any(getattr(kind, hook) is not getattr(pl.Callback, hook) for kind in kinds[: ours[0]])
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class is of this package, or derived from one."""
+    return any(one.__module__.partition(".")[0] == __name__.partition(".")[0] for one in kind.__mro__)
+
+
 def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
     """Tell callbacks that set things for a whole epoch as it starts that one goes on; Lightning does not.
 
