@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
 from lightning_stateful.samplers.fingerprint import digest
-from lightning_stateful.user_samplers import sampler_check
+from lightning_stateful.user_samplers import sampler_check, sampler_trial
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -407,6 +407,8 @@ def test_saves_try_a_sampler_that_is_slow_to_begin_twice_an_epoch_and_still_noti
     monkeypatch.setattr(sampler_check, "_SLOW_TO_BEGIN", 0.0)
     # However long a busy machine takes.
     monkeypatch.setattr(sampler_check, "QUICK", float("inf"))
+    for name in ("QUICK", "_BEARABLE", "_CHEAP"):
+        monkeypatch.setattr(sampler_trial, name, float("inf"))
     sampler = DrawsWhenTold(rows=list(range(100)))
     loader = patch_dataloader(DataLoader(range(100), sampler=sampler, batch_size=5))  # type: ignore[arg-type]
     for epoch in range(3):
