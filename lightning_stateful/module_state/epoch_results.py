@@ -137,7 +137,7 @@ class EpochResults:
             "cut": cut_epochs.state_of_cut(trainer, progress.epoch) if progress.running else {},
             "buffers": self._buffers.show(trainer, progress),
             "weights": self._buffers.digest_of_weights(trainer),
-            "remembered": changed(trainer).get("remembered", {}),
+            "remembered": changed(trainer, "remembered"),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.

@@ -181,7 +181,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         )
     if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
         found["flags"] = known
-    if passing := passing_values.changed(trainer).get("passing"):
+    if passing := passing_values.changed(trainer, "passing"):
         found["passing"] = passing
     _warn_of_buffers(trainer, progress, started)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -69,28 +70,26 @@ def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch`, but keep what was changed: the model may be used before another checkpoint is written."""
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is not None and known.at_end is None:
-        known.at_end = changed(trainer)
+        known.at_end = {kind: changed(trainer, kind) for kind in _KINDS}
 
 
-def changed(trainer: pl.Trainer) -> dict[str, Texts]:
-    """What no checkpoint holds and is another value than before the first epoch, by kind and name.
+def changed(trainer: pl.Trainer, kind: str) -> Texts:
+    """What no checkpoint holds and is another value than before the first epoch, by name.
 
-    Returns:
-        ``passing``: digests of small buffers. ``remembered``: numbers as text, and digests of other attributes.
+    Args:
+        trainer: The trainer.
+        kind: ``"passing"`` for digests of small buffers; ``"remembered"`` for attributes, numbers as text.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None:
         return {}
     if known.at_end is not None:
-        return known.at_end
+        return known.at_end[kind]
     if known.begun is None:
-        return {kind: dict(saved) for kind, saved in known.saved.items() if saved}
-    found: dict[str, Texts] = {}
-    for kind, look in _KINDS.items():
-        begun, saved, now = known.begun[kind], known.saved[kind], look(trainer)
-        others = [name for name, held in now.items() if name in saved or begun.get(name) != held]
-        found |= {kind: {name: now[name] for name in others[:_MOST_NAMES]}} if others else {}
-    return found
+        return dict(known.saved[kind])
+    begun, saved, now = known.begun[kind], known.saved[kind], _KINDS[kind](trainer)
+    others = [name for name, held in now.items() if name in saved or begun.get(name) != held]
+    return {name: now[name] for name in others[:_MOST_NAMES]}
 
 
 def expect_attributes(trainer: pl.Trainer, of_ranks: Sequence[Texts]) -> None:
@@ -151,8 +150,7 @@ def look_once(trainer: pl.Trainer) -> None:
             f"Attributes of the module or of callbacks{of_rank} that no checkpoint holds had been changed in training "
             f"when this one was written, and are others here: {some_of(said)}. If training depends on them, the resume "
             "is not exact: save them in on_save_checkpoint, or in state_dict of a callback, or set them in "
-            "on_train_start. Of several ranks a checkpoint has what rank 0 saves: gather it, or let it be the same on "
-            "all."
+            f"on_train_start.{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
         )
 
 
@@ -178,8 +176,10 @@ def _attributes(trainer: pl.Trainer) -> Texts:
     seen = {id(one) for one in (*module.modules(), *trainer.optimizers, *schedulers)}
     for prefix, owner in _owners(trainer):
         for name, value in attributes_of(owner).items():
-            if name not in _names_of_lightning():
-                found |= _texts(f"{prefix}.{name}".lstrip("."), value, seen, 0)
+            # What cannot be read is left alone.
+            with suppress(Exception):
+                if name not in _names_of_lightning():
+                    found |= _texts(f"{prefix}.{name}".lstrip("."), value, seen, 0)
     return found
 
 

@@ -35,8 +35,8 @@ _READ_ROWS = 16
 # Columns of larger rows are told by their name and type alone.
 _READ_BYTES = 2**20
 _LISTED_ITEMS = 64
-# Of a value that is shown the characters and numbers up to which it is, and numbers of a tensor that tell it.
-_MOST_CHARACTERS, _MOST_NUMBERS, _NUM_READ = 40, 2**16, 16
+# Of a value that is shown: characters, numbers, numbers of a tensor that tell it, and containers within each other.
+_MOST_CHARACTERS, _MOST_NUMBERS, _NUM_READ, _MOST_SHOWN = 40, 2**16, 16, 2
 # Containers and objects within each other of which the values count, and objects that one leads to.
 _DEPTH, _MOST_OBJECTS = 8, 1024
 # Types whose text is their whole value; a datetime is a date too.
@@ -303,40 +303,55 @@ def value_as_text(item: object) -> str | None:
     return None if base is None else str(base.__str__(item))
 
 
-def short_text(value: Any) -> str:
+def short_text(value: Any, depth: int = 0) -> str:
     """A number or short string itself; ``#`` and a digest of an array, a tensor or a container of such.
 
-    Of a long list or dict some values are read, evenly apart. Empty for any other object, and for large arrays.
+    Of a long list or dict some values are read, evenly apart, and of containers in containers of containers the size
+    alone. Empty for any other object, and for large arrays.
     """
     if type(value) in (bool, int, float, complex, str, bytes, type(None)):
         text = repr(value)
         return text if len(text) <= _MOST_CHARACTERS else f"#{digest(text)}"
     if isinstance(value, np.ndarray):
         return f"#{digest(value)}" if value.size <= _MOST_NUMBERS and not value.dtype.hasobject else ""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        is_read = value.numel() <= _MOST_NUMBERS and value.layout == torch.strided and not value.is_meta
-        return f"#{digest(value.detach().cpu())}" if is_read else ""
+    if isinstance(value, torch.Tensor):
+        is_read = _is_plain_tensor(value) and value.numel() <= _MOST_NUMBERS
+        return f"#{hex_digest(f'{value.dtype} {tuple(value.shape)}'.encode(), _bytes_of(value))}" if is_read else ""
     if isinstance(value, (set, frozenset)):
         # In no order of their own.
         value = sorted(map(repr, value)) if len(value) <= _LISTED_ITEMS else [len(value)]
+    size = len(value) if isinstance(value, (list, tuple, deque, dict)) else 0
     if isinstance(value, dict):
-        value = [part for item in value.items() for part in item]
+        keys = list(value)
+        value = [part for place in spread(size, _LISTED_ITEMS) for part in (keys[place], value[keys[place]])]
     if not isinstance(value, (list, tuple, deque)):
         return ""
-    parts = [short_text(value[place]) for place in spread(len(value), _LISTED_ITEMS)]
-    return f"#{len(value)} {digest(parts)}" if all(parts) else ""
+    if depth == _MOST_SHOWN:
+        return f"#{size}"
+    parts = [short_text(value[place], depth + 1) for place in spread(len(value), 2 * _LISTED_ITEMS)]
+    return f"#{size} {digest(parts)}" if all(parts) else ""
 
 
 def digest_of_some(tensors: Iterable[torch.Tensor]) -> str:
     """A digest of some numbers of each tensor, evenly apart; of large ones it reads few."""
     found: list[torch.Tensor] = []
-    for one in tensors:
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided and not one.is_meta:
-            flat = one.detach().reshape(-1)
-            found.append(flat[:: max(flat.numel() // _NUM_READ, 1)][:_NUM_READ].to(torch.complex128))
+    for one in filter(_is_plain_tensor, tensors):
+        flat = one.detach().reshape(-1)
+        found.append(flat[:: max(flat.numel() // _NUM_READ, 1)][:_NUM_READ].contiguous().view(torch.uint8))
     # One copy for each device, not one for each tensor.
-    parts = [torch.cat([one for one in found if one.device == at]).cpu() for at in {one.device: 0 for one in found}]
-    return hex_digest(*(part.numpy().tobytes() for part in parts))
+    parts = [torch.cat([one for one in found if one.device == at]) for at in {one.device: 0 for one in found}]
+    return hex_digest(*map(_bytes_of, parts))
+
+
+def _is_plain_tensor(value: torch.Tensor) -> bool:
+    """Whether its bytes can be read as they are."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    return is_plain and not (value.is_meta or value.is_quantized)
+
+
+def _bytes_of(value: torch.Tensor) -> bytes:
+    read: bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return read
 
 
 def _fields_of(item: object) -> Mapping[str, Any]:

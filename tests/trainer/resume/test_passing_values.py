@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -207,3 +209,36 @@ def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, ca
     (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
     helper, scheduler = "helpers[0].value was 0.25 and is 1.0", "Teaches.scheduler.last_epoch was 2 and is 0"
     assert f"others here: {helper}, Teaches.teacher, {scheduler}. If" in said
+
+
+class Loops:
+    def __init__(self) -> None:
+        self.me: Any = [self]
+
+
+class HoldsAnything(BoringModel):
+    """Has attributes that cannot be read as plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.meta, self.sparse = torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()
+        self.narrow = [torch.ones(3, dtype=kind) for kind in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64)]
+        self.lock, self.rest, self.loops, self.cycle = threading.Lock(), iter([1]), Loops(), list[Any]()
+        self.cycle.append(self.cycle)
+        self.deep = [[[[0] * 100] * 100] * 100] * 100
+        self.objects = np.array([object(), 1], dtype=object)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.narrow[1] = torch.full((3,), float(batch_idx)).to(torch.float8_e4m3fn)
+        return super().training_step(batch, batch_idx)
+
+
+def test_attributes_that_cannot_be_read_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / "x.ckpt"):
+        trainer = quiet_trainer(StatefulDataCallback(), max_steps=4 if path else 2, limit_val_batches=0)
+        trainer.fit(HoldsAnything(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    assert "others here: narrow. If" in said
