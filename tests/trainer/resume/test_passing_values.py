@@ -229,7 +229,7 @@ class HoldsAnything(BoringModel):
         self.objects = np.array([object(), 1], dtype=object)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.narrow[1] = torch.full((3,), float(batch_idx)).to(torch.float8_e4m3fn)
+        self.narrow[1] = torch.full((3,), 2.0 + batch_idx).to(torch.float8_e4m3fn)
         return super().training_step(batch, batch_idx)
 
 
