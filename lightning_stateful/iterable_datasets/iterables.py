@@ -13,7 +13,6 @@ from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_ra
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask, begin_datapipe, name_of_dataset
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
-    GOES_ON,
     INEXACT,
     NUM_FIRST,
     OTHER_GENERATORS,
@@ -24,7 +23,13 @@ from lightning_stateful.iterable_datasets.pass_history import (
     history_of,
     parts_of,
 )
-from lightning_stateful.iterable_datasets.rank_draws import KEEPS, UnseededDraws, keeps_what_it_draws, seed_reads
+from lightning_stateful.iterable_datasets.rank_draws import (
+    GOES_ON,
+    KEEPS,
+    UnseededDraws,
+    keeps_what_it_draws,
+    seed_reads,
+)
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState

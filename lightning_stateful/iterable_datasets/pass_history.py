@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
 from itertools import repeat
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -47,12 +48,6 @@ OTHER_GENERATORS = (
     "holds a random generator that does not stand where it stood, because its own state_dict and load_state_dict leave "
     "it out: the resume is not exact in later passes, unless each of them seeds it. Have them see to it; "
     'accept=("nondeterministic",) is silent.'
-)
-
-GOES_ON = (
-    "holds a random generator that goes on from pass to pass. Earlier passes are not read again for that, so the "
-    "resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, or give the dataset state_dict and "
-    "load_state_dict."
 )
 
 
@@ -234,7 +229,7 @@ class SetBetweenPasses:
             return
         now = self._held()
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
-        ids = {id(value) for value in others if type(value) not in PLAIN}
+        ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
         changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
         shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
         drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}

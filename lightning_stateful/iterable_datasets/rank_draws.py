@@ -36,6 +36,11 @@ from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.rank_exchange import exchanged
 
+GOES_ON = (
+    "holds a random generator that goes on from pass to pass. Earlier passes are not read again for that, so the "
+    "resume is not exact in what it draws. Seed it in set_epoch(epoch) or __iter__, or give the dataset state_dict and "
+    "load_state_dict."
+)
 KEEPS = (
     "keeps what it draws from torch, NumPy or random as a pass begins, such as a list that it shuffles in place. What "
     "an iterable that is no DataLoader draws follows no seed, and earlier passes are begun again with other draws: the "

@@ -7,11 +7,13 @@ has changed are lost by a resume, unless a hook restores them.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ _WATCH = "_passing_values"
 _MOST_NUMBERS, _MOST_NAMES, _DEPTH, _MOST_ITEMS = 2**16, 64, 2, 64
 # What others compare.
 _LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
+# Of Python's, what holds attributes of a user's.
+_HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 # Begins what is no value itself.
 _DIGEST = "#"
 Texts = dict[str, str]
@@ -201,7 +205,7 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
         parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_ITEMS)}
     elif isinstance(value, (list, tuple, deque)):
         parts = {f"{name}[{place}]": part for place, part in enumerate(islice(value, _MOST_ITEMS))}
-    elif is_users(type(value).__module__):
+    elif is_users(type(value).__module__) or isinstance(value, _HOLDERS):
         parts = {f"{name}.{key}": part for key, part in attributes_of(value).items()}
     return {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}
 

@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,6 +16,8 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property, partial
+from itertools import count
+from numbers import Number
 from os import PathLike, fspath
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType
@@ -312,9 +315,17 @@ def short_text(value: Any, depth: int = 0) -> str:
     if type(value) in (bool, int, float, complex, str, bytes, type(None)):
         text = repr(value)
         return text if len(text) <= _MOST_CHARACTERS else f"#{digest(text)}"
+    shown = repr(value) if isinstance(value, (Number, count)) else value_as_text(value)
+    if shown is not None:
+        return shown if len(shown) <= _MOST_CHARACTERS else f"#{digest(shown)}"
+    if isinstance(value, (bytearray, array)):
+        return f"#{len(value)} {hex_digest(bytes(value))}"
     if isinstance(value, np.ndarray):
-        return f"#{digest(value)}" if value.size <= _MOST_NUMBERS and not value.dtype.hasobject else ""
+        is_read = value.size <= _MOST_NUMBERS
+        return "" if not is_read else short_text(value.tolist()) if value.dtype.hasobject else f"#{digest(value)}"
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided and value.numel() <= _MOST_NUMBERS and not value.is_meta:
+            value = value.to_dense()
         is_read = _is_plain_tensor(value) and value.numel() <= _MOST_NUMBERS
         return f"#{hex_digest(f'{value.dtype} {tuple(value.shape)}'.encode(), _bytes_of(value))}" if is_read else ""
     if isinstance(value, (set, frozenset)):

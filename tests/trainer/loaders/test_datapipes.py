@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.ddp_runs import on_ranks
-from support.ledger import samples
+from support.ledger import LedgerModel, samples
 from support.ranks import Ranks
-from support.runs import assert_goes_on_from_every_moment, train_alone
+from support.runs import assert_goes_on_from_every_moment, quiet_trainer, train_alone
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
+
+from lightning_stateful import StatefulDataCallback
 
 MOMENTS = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4)]
 
@@ -39,6 +41,13 @@ def test_workers_share_an_epoch_and_a_resume_is_exact(tmp_path: Path, num_worker
     for epoch in range(2):
         assert sorted(samples(ledger, epoch)) == list(range(24))
     assert_goes_on_from_every_moment(tmp_path, make, MOMENTS, train_alone, max_epochs=3)
+
+
+def test_nothing_is_said_of_pipes_of_training_and_of_validation() -> None:
+    model = LedgerModel()
+    quiet_trainer(StatefulDataCallback(seed=1), max_epochs=2).fit(model, made(), made(2, is_shuffled=False))
+    for epoch in range(2):
+        assert sorted(samples(model.ledger, epoch)) == sorted(samples(model.ledger, epoch, "val")) == list(range(24))
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import decimal
 import threading
+import types
 import warnings
-from collections import deque
+from collections import UserDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning, some_of
+from lightning_stateful.module_state import passing_values
 
 
 class Mean(torch.nn.Module):
@@ -242,3 +245,43 @@ def test_attributes_that_cannot_be_read_are_left_alone(tmp_path: Path, caplog: p
             trainer.save_checkpoint(tmp_path / "x.ckpt")
     (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
     assert "others here: narrow. If" in said
+
+
+class HoldsNumbers(BoringModel):
+    """Keeps numbers in what is none of Python's own containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.exact = np.float32(0), decimal.Decimal(0)
+        self.held, self.user, self.raw = types.SimpleNamespace(a=0), UserDict({"a": 0}), bytearray(b"a")
+        self.sparse = torch.zeros(3).to_sparse()
+        self.objects = np.array([0, "a"], dtype=object)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean, self.exact = np.float32(self.mean + 1), self.exact + 1
+        self.held.a, self.user["a"] = self.held.a + 1, self.user["a"] + 1
+        self.raw.append(1)
+        self.sparse = self.sparse + torch.ones(3).to_sparse()
+        self.objects[0] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_numbers_of_other_types_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(passing_values, "some_of", ", ".join)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / "x.ckpt"):
+        trainer = quiet_trainer(StatefulDataCallback(), max_steps=4 if path else 2, limit_val_batches=0)
+        trainer.fit(HoldsNumbers(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    named = said.partition("are others here: ")[2].partition(". If training")[0].split(", ")
+    assert [one.partition(" ")[0] for one in named] == [
+        "mean",
+        "exact",
+        "held.a",
+        "user.data",
+        "raw",
+        "sparse",
+        "objects",
+    ]
