@@ -35,11 +35,11 @@ def longest_accumulation(trainer: pl.Trainer) -> int:
 def acts_before(trainer: pl.Trainer, hook: str) -> bool:
     """Whether another callback has a hook that is called before that of this package's callback."""
     kinds = [type(callback) for callback in _callbacks(trainer)]
-    ours = [place for place, kind in enumerate(kinds) if is_ours(kind)]
+    ours = [place for place, kind in enumerate(kinds) if _is_ours(kind)]
     return bool(ours) and any(getattr(kind, hook) is not getattr(pl.Callback, hook) for kind in kinds[: ours[0]])
 
 
-def is_ours(kind: type) -> bool:
+def _is_ours(kind: type) -> bool:
     """Whether a class is of this package, or derived from one."""
     return any(one.__module__.partition(".")[0] == __name__.partition(".")[0] for one in kind.__mro__)
 

@@ -21,7 +21,7 @@ from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state.passing_values import states_of
-from lightning_stateful.samplers.fingerprint import as_array, digest_of_some, hex_digest
+from lightning_stateful.samplers.fingerprint import digest_of_some, digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
@@ -70,7 +70,7 @@ class RankBuffers:
             self._has_warned_of_hooks = True
             rank_zero_warn(f"{_said_of_hooks(self.hooks)} {_NO_HOOKS}", category=StatefulWarning)
         buffers = {} if self._broadcast is None else _own_buffers(trainer, progress, self._broadcast)
-        self._digests = {name: _digest(one) for name, one in buffers.items()}
+        self._digests = {name: digest_of_tensor(one) for name, one in buffers.items()}
         if not buffers:
             return ""
         if trainer.global_rank:
@@ -239,7 +239,7 @@ def _own_buffers(trainer: pl.Trainer, progress: LoopProgress, broadcast: _Broadc
         # DDP broadcasts those of averages, too, while a validation has them in the module.
         buffers = {name: one for name, one in buffers.items() if name in broadcast.ignored}
     saved = {prefix + name for prefix, one in _modules(trainer).items() for name in one.state_dict()} if buffers else ()
-    return {name: one for name, one in buffers.items() if name in saved and _is_readable(one)}
+    return {name: one for name, one in buffers.items() if name in saved and is_plain_tensor(one)}
 
 
 def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -258,12 +258,6 @@ def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
     return {"": trainer.lightning_module, **averages}
 
 
-def _is_readable(buffer: torch.Tensor) -> bool:
-    """Whether its numbers can be read as they are; others are left alone."""
-    is_plain = type(buffer) in (torch.Tensor, torch.nn.Parameter) and buffer.layout == torch.strided
-    return is_plain and not (buffer.is_meta or buffer.is_quantized)
-
-
 def _hooks_with_state(ddp: Any) -> list[str]:
     held = vars(ddp).get("_comm_hooks", ()) if isinstance(ddp, DistributedDataParallel) else ()
     # A group of processes alone decides nothing, and that of mixed precision is what DDP sets up by itself.
@@ -277,10 +271,6 @@ def _said_of_hooks(names: Sequence[str]) -> str:
         f"A communication hook of DDP ({some_of(list(names))}) has a state, such as PowerSGD's errors and iteration, "
         "which no checkpoint holds: a resume begins it anew."
     )
-
-
-def _digest(buffer: torch.Tensor) -> str:
-    return hex_digest(f"{buffer.dtype} {tuple(buffer.shape)}".encode(), as_array(buffer).tobytes())
 
 
 def _digest_of_all(digests: dict[str, str]) -> str:

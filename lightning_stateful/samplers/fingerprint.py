@@ -326,8 +326,8 @@ def short_text(value: Any, depth: int = 0) -> str:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided and value.numel() <= _MOST_NUMBERS and not value.is_meta:
             value = value.to_dense()
-        is_read = _is_plain_tensor(value) and value.numel() <= _MOST_NUMBERS
-        return f"#{hex_digest(f'{value.dtype} {tuple(value.shape)}'.encode(), _bytes_of(value))}" if is_read else ""
+        is_read = is_plain_tensor(value) and value.numel() <= _MOST_NUMBERS
+        return f"#{digest_of_tensor(value)}" if is_read else ""
     if isinstance(value, (set, frozenset)):
         # In no order of their own.
         value = sorted(map(repr, value)) if len(value) <= _LISTED_ITEMS else [len(value)]
@@ -346,23 +346,23 @@ def short_text(value: Any, depth: int = 0) -> str:
 def digest_of_some(tensors: Iterable[torch.Tensor]) -> str:
     """A digest of some numbers of each tensor, evenly apart; of large ones it reads few."""
     found: list[torch.Tensor] = []
-    for one in filter(_is_plain_tensor, tensors):
+    for one in filter(is_plain_tensor, tensors):
         flat = one.detach().reshape(-1)
         found.append(flat[:: max(flat.numel() // _NUM_READ, 1)][:_NUM_READ].contiguous().view(torch.uint8))
     # One copy for each device, not one for each tensor.
     parts = [torch.cat([one for one in found if one.device == at]) for at in {one.device: 0 for one in found}]
-    return hex_digest(*map(_bytes_of, parts))
+    return hex_digest(*(as_array(part).tobytes() for part in parts))
 
 
-def _is_plain_tensor(value: torch.Tensor) -> bool:
-    """Whether its bytes can be read as they are."""
+def digest_of_tensor(value: torch.Tensor) -> str:
+    """A digest of the type, shape and numbers of a tensor that :func:`is_plain_tensor`."""
+    return hex_digest(f"{value.dtype} {tuple(value.shape)}".encode(), as_array(value).tobytes())
+
+
+def is_plain_tensor(value: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be read as they are."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
     return is_plain and not (value.is_meta or value.is_quantized)
-
-
-def _bytes_of(value: torch.Tensor) -> bytes:
-    read: bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return read
 
 
 def _fields_of(item: object) -> Mapping[str, Any]:

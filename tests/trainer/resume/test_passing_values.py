@@ -202,14 +202,21 @@ class Helped(BoringModel):
         self.helpers = [Decays()]
 
 
-def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def said_of_attributes(folder: Path, caplog: Any, model: Any, *callbacks: type[Callback], steps: int = 4) -> str:
+    """What a resume behind two steps says once of attributes, and the run before it does not."""
     caplog.set_level("INFO", logger="lightning.pytorch")
-    for path in (None, tmp_path / "x.ckpt"):
-        trainer = quiet_trainer(Teaches(), StatefulDataCallback(), max_steps=5 if path else 2, limit_val_batches=0)
-        trainer.fit(Helped(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
+    for path in (None, folder / "x.ckpt"):
+        made = [kind() for kind in callbacks]
+        trainer = quiet_trainer(*made, StatefulDataCallback(), max_steps=steps if path else 2, limit_val_batches=0)
+        trainer.fit(model(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
         if path is None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
+            trainer.save_checkpoint(folder / "x.ckpt")
     (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    return str(said)
+
+
+def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = said_of_attributes(tmp_path, caplog, Helped, Teaches, steps=5)
     helper, scheduler = "helpers[0].value was 0.25 and is 1.0", "Teaches.scheduler.last_epoch was 2 and is 0"
     assert f"others here: {helper}, Teaches.teacher, {scheduler}. If" in said
 
@@ -237,13 +244,7 @@ class HoldsAnything(BoringModel):
 
 
 def test_attributes_that_cannot_be_read_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="lightning.pytorch")
-    for path in (None, tmp_path / "x.ckpt"):
-        trainer = quiet_trainer(StatefulDataCallback(), max_steps=4 if path else 2, limit_val_batches=0)
-        trainer.fit(HoldsAnything(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
-        if path is None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
-    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    said = said_of_attributes(tmp_path, caplog, HoldsAnything)
     assert "others here: narrow. If" in said
 
 
@@ -268,13 +269,7 @@ class HoldsNumbers(BoringModel):
 
 def test_numbers_of_other_types_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(passing_values, "some_of", ", ".join)
-    caplog.set_level("INFO", logger="lightning.pytorch")
-    for path in (None, tmp_path / "x.ckpt"):
-        trainer = quiet_trainer(StatefulDataCallback(), max_steps=4 if path else 2, limit_val_batches=0)
-        trainer.fit(HoldsNumbers(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
-        if path is None:
-            trainer.save_checkpoint(tmp_path / "x.ckpt")
-    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    said = said_of_attributes(tmp_path, caplog, HoldsNumbers)
     named = said.partition("are others here: ")[2].partition(". If training")[0].split(", ")
     assert [one.partition(" ")[0] for one in named] == [
         "mean",
