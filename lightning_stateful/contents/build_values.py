@@ -18,6 +18,7 @@ from lightning_stateful.generators.attributes import (
     function_in,
     is_users,
     package_of,
+    text_of_plain,
     variables_in,
 )
 from lightning_stateful.samplers.fingerprint import hex_digest
@@ -113,7 +114,7 @@ def text_of_function(value: Any, depth: int = 0) -> str:
 
 
 def _text_of_argument(value: Any, depth: int) -> str:
-    return repr(value) if type(value) in PLAIN else text_of_function(value, depth + 1)
+    return text_of_plain(value) if type(value) in PLAIN else text_of_function(value, depth + 1)
 
 
 @lru_cache(maxsize=4096)

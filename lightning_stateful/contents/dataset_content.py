@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, package_of
+from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, can_be_read, package_of
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
 
 # The name of the content in a configuration.
@@ -196,6 +196,8 @@ def _columns(name: str, value: Any, length: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_column(value: Any, length: int) -> bool:
+    if isinstance(value, torch.Tensor) and not can_be_read(value):
+        return False
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim > 0 and len(value) == length
     return type(value) in (list, tuple, array, range) and len(value) == length
@@ -225,13 +227,11 @@ def _digest_of(items: Any) -> str:
 
 
 def _array_of(tensor: torch.Tensor) -> Any:
-    """A tensor as an array; of one that is large, or on another device, some rows."""
-    is_here = tensor.device.type == "cpu" or tensor.ndim == 0
-    try:
-        return as_array(tensor if is_here else tensor[spread(len(tensor), _SPREAD)])
-    except (TypeError, RuntimeError, KeyError):
-        # One that is sparse or quantized, or has no memory.
+    """A tensor as an array; of one that is large, or on another device, some rows; a zero if it cannot be read."""
+    if not can_be_read(tensor):
         return np.zeros(1)
+    is_here = tensor.device.type == "cpu" or tensor.ndim == 0
+    return as_array(tensor if is_here else tensor[spread(len(tensor), _SPREAD)])
 
 
 def _digest_of_array(values: Any) -> str:

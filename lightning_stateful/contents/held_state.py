@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stateful.generators.attributes import BUILT_IN, LIGHTNINGS, closure_of, defaults_of_class, package_of
+from lightning_stateful.generators.attributes import (
+    BUILT_IN,
+    LIGHTNINGS,
+    can_be_read,
+    closure_of,
+    defaults_of_class,
+    package_of,
+    text_of_plain,
+)
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, set_generator_state
 
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_BYTES, _DEPTH = 512, 64, 2**20, 5
@@ -74,10 +82,10 @@ class HeldState:
             if isinstance(copied, dict) and not isinstance(value, (dict, FunctionType)):
                 way = name.partition(".")[2]
                 defaults = {key: item for key, item in defaults_of_class(value).items() if type(item) in _DEFAULTS}
-                plain |= {f"{way}.{key}".removeprefix("."): repr(item) for key, item in defaults.items()}
+                plain |= {f"{way}.{key}".removeprefix("."): text_of_plain(item) for key, item in defaults.items()}
         for name, item in self.attributes():
             if isinstance(item, (int, float, bool, str)) and not (isinstance(item, str) and "/" in item):
-                plain[name] = repr(item)
+                plain[name] = text_of_plain(item)
         for name, (value, copied) in self._kept.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 plain[name.partition(".")[2]] = repr(copied.tolist())
@@ -112,8 +120,10 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, (list, tuple, deque, dict)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from ((str(key), item) for key, item in items) if len(value) <= _MOST_ITEMS else ()
+        # As its base: methods of a subclass are not called.
+        base: Any = next(kind for kind in (list, tuple, deque, dict) if isinstance(value, kind))
+        items = dict.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
+        yield from ((str(key), item) for key, item in items) if base.__len__(value) <= _MOST_ITEMS else ()
         # Of a subclass.
         yield from ((("__dict__", value.__dict__),) if hasattr(value, "__dict__") else ())
     elif not isinstance(value, (torch.Tensor, np.ndarray, *GENERATORS)):
@@ -129,10 +139,12 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _copied(value: Any, *, containers: bool) -> Any:
     """A shallow copy of what a value holds; None where nothing of it is copied."""
-    if not containers and isinstance(value, _CONTAINERS):
-        return value.detach().clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else None
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.numel() * value.element_size() <= _MOST_BYTES else None
+        if not can_be_read(value) or (value.nbytes > _MOST_BYTES if containers else value.numel() != 1):
+            return None
+        return value.detach().clone()
+    if not containers and isinstance(value, _CONTAINERS):
+        return None
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
     if isinstance(value, GENERATORS):

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import reached
+from lightning_stateful.generators.attributes import can_be_read, reached
 from lightning_stateful.generators.rng import GENERATORS, Randomness, state_of_generator
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def _size(value: Any) -> int:
     """The items of a dict or a set; those of a list, tensor or array that are neither None nor False; 0 for others."""
     if isinstance(value, (dict, set)):
         return dict.__len__(value) if isinstance(value, dict) else set.__len__(value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and can_be_read(value)):
         # One that says which samples are kept in another one; not on a GPU, which would wait for it.
         is_mask = value.dtype in (torch.bool, np.bool_) and value.shape[:1] == value.shape and _is_on_cpu(value)
         return int(np.count_nonzero(value)) if is_mask and len(value) <= _MOST_ITEMS else 0

@@ -24,6 +24,7 @@ from lightning_stateful.generators.attributes import (
     BUILT_IN,
     Place,
     attributes_of,
+    can_be_read,
     closure_of,
     defaults_of,
     is_users,
@@ -351,6 +352,8 @@ def _copied(value: Any) -> Any:
         return _Moving(repr(value))
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
         return _Moving(object())
+    if isinstance(value, torch.Tensor) and not can_be_read(value):
+        return value
     if isinstance(value, (torch.Tensor, np.ndarray)):
         # Memory that is written again for each batch is no memory of what was read; another array in its place may be.
         is_count = (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
@@ -380,7 +383,7 @@ def _in_shared_memory(value: Any) -> Any:
 
 def _is_shared(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor)
-    return value.is_shared() if is_tensor else _in_shared_memory(value) is not value
+    return can_be_read(value) and value.is_shared() if is_tensor else _in_shared_memory(value) is not value
 
 
 def _changes(before: dict[_Name, Any], now: dict[_Name, Any]) -> dict[_Name, tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from ctypes import Array, _SimpleCData
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -23,7 +24,7 @@ from lightning_stateful.contents.build_values import text_of_function, values_re
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import is_users, names_in, reached
+from lightning_stateful.generators.attributes import can_be_read, is_users, names_in, reached, text_of_plain
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -35,6 +36,8 @@ from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
+# Bits of an integer: Python does not write longer ones.
+_MOST_BITS = 2**13
 # Bytes of a digest.
 _SIZE = 6
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
@@ -392,7 +395,7 @@ def texts(values: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in values.items():
         is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
-        if text := repr(value) if is_plain else _shown(value) or text_of_function(value):
+        if text := text_of_plain(value) if is_plain else _shown(value) or text_of_function(value):
             found[name] = _shortened(text)
     return found
 
@@ -427,12 +430,19 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
+    # What cannot be read is left alone: a container may have methods of its own that raise.
+    with suppress(Exception):
+        return _text_of(value)
+    return ""
+
+
+def _text_of(value: Any) -> str:
     if isinstance(value, SynchronizedBase):
         value = value.get_obj()
     if isinstance(value, (_SimpleCData, Array)):
         held = list(value)[:_MOST_BYTES] if isinstance(value, Array) else value.value
         return f"{held!r}{_SHARED}" if _is_plain([held]) else ""
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and can_be_read(value) and value.device.type == "cpu":
         value = as_array(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
@@ -458,7 +468,11 @@ def _is_plain(values: list[Any]) -> bool:
         if isinstance(item, (list, tuple, dict, deque)):
             number += len(item)
             left += (item.items() if isinstance(item, dict) else item) if len(item) <= _MOST_VALUES else [object()]
-        elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
+        elif (
+            not isinstance(item, (*_DEFAULTS, type(None)))
+            or (isinstance(item, str) and "/" in item)
+            or (isinstance(item, int) and item.bit_length() > _MOST_BITS)
+        ):
             return False
     return not left
 

@@ -84,6 +84,32 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
     return found
 
 
+def text_of_plain(value: Any) -> str:
+    """``repr`` of a value of a type in :data:`PLAIN`, or a list of such; in hexadecimal of integers too long for it."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"[{', '.join(map(text_of_plain, value))}]" if isinstance(value, list) else hex(value)
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be read and copied as they lie in memory.
+
+    False for one that is sparse, nested, quantized, on the meta device or not yet initialized, whose memory has been
+    freed, that a transform of ``torch.func`` has left behind, or whose class does not let itself be read.
+    """
+    try:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            return False
+        plain = tensor.detach()
+        last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
+        needed = (plain.storage_offset() + last + 1) * plain.element_size() if plain.numel() else 0
+        # A tensor that is fake, or was within a transform, has no address, and raises.
+        return (plain.data_ptr() != 0 or not needed) and plain.untyped_storage().nbytes() >= needed
+    except Exception:
+        return False
+
+
 def is_data(values: Iterable[Any]) -> bool:
     """Whether the items of a container are plain, or so many that they are data."""
     items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)

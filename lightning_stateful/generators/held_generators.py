@@ -12,7 +12,7 @@ import torch
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import Place, reached
+from lightning_stateful.generators.attributes import Place, can_be_read, reached
 from lightning_stateful.generators.generator_states import GeneratorState, comparable_state, identity_of, state_for
 
 T = TypeVar("T")
@@ -238,7 +238,7 @@ def _is_order(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         is_integer = value.ndim == 1 and value.dtype.kind in "iu"
     elif isinstance(value, torch.Tensor):
-        is_integer = value.ndim == 1 and not (value.is_floating_point() or value.is_complex())
+        is_integer = can_be_read(value) and value.ndim == 1 and not (value.is_floating_point() or value.is_complex())
     else:
         is_integer = type(value) in (list, tuple) and all(isinstance(item, (int, np.integer)) for item in value)
     return is_integer and len(value) > 1 and len({int(item) for item in value}) == len(value)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_stateful.contents.held_state import put_back
-from lightning_stateful.generators.attributes import PLAIN, is_users, names_in, reached, variables_in
+from lightning_stateful.generators.attributes import PLAIN, can_be_read, is_users, names_in, reached, variables_in
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.sampler_copies.sampler_copy import shown
 from lightning_stateful.samplers.fingerprint import hex_digest
@@ -174,7 +174,7 @@ def _write(at: _Variable, value: Any) -> None:
 def _copied(value: Any) -> Any:
     """A shallow copy of what a container, array, generator or object of a user's class holds; None for others."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
+        return value.detach().clone() if can_be_read(value) and value.nbytes <= _MOST_BYTES else None
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
     if isinstance(value, GENERATORS):

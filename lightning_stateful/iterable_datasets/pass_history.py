@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.errors import PositionError, StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN, attributes_and_defaults, attributes_of
+from lightning_stateful.generators.attributes import PLAIN, attributes_and_defaults, attributes_of, can_be_read
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -483,7 +483,7 @@ def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
         value = list(value.values())
     if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
         return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and can_be_read(value):
         is_label = value.dtype in _LABEL_TYPES
         parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
     elif isinstance(value, np.ndarray):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN
+from lightning_stateful.generators.attributes import PLAIN, can_be_read, text_of_plain
 from lightning_stateful.iterable_datasets.pass_history import attributes_in
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 
@@ -114,7 +114,7 @@ class PersistentCopies:
         for name, value in attributes_in(self._dataset):
             if is_in_shared_memory(value):
                 continue
-            text = repr(value)[:_MOST_CHARACTERS] if type(value) in PLAIN else ""
+            text = text_of_plain(value)[:_MOST_CHARACTERS] if type(value) in PLAIN else ""
             text = text or f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value})}"
             found[name] = f"{found[name]} {text}" if name in found else text
         return found
@@ -123,7 +123,7 @@ class PersistentCopies:
 def is_in_shared_memory(value: Any) -> bool:
     """Whether a value lies in memory that workers share with this process: a tensor, or one of multiprocessing's."""
     if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
+        return can_be_read(value) and bool(value.is_shared())  # type: ignore[no-untyped-call]  # torch's
     module = type(value).__module__
     # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
     return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))

@@ -25,7 +25,7 @@ from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
-from lightning_stateful.samplers.fingerprint import digest, digest_of_some, short_text
+from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text
 
 # Kept with the loop.
 _WATCH = "_passing_values"
@@ -168,7 +168,7 @@ def _buffers(trainer: pl.Trainer) -> Texts:
         held = vars(part)
         for name in sorted(held.get("_non_persistent_buffers_set", ())):
             buffer = held["_buffers"].get(name)
-            if isinstance(buffer, torch.Tensor) and buffer.numel() <= _MOST_NUMBERS:
+            if buffer is not None and is_plain_tensor(buffer) and buffer.numel() <= _MOST_NUMBERS:
                 found[f"{prefix}.{name}".lstrip(".")] = digest(buffer.detach().cpu())
     return found
 

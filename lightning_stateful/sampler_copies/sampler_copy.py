@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from array import array
-from collections import Counter, UserDict, UserList, deque
+from collections import Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from lightning_stateful.generators.attributes import (
     VERY_LONG,
     attributes_and_defaults,
     attributes_of,
+    can_be_read,
     is_data,
     is_users,
     named_outside,
@@ -38,6 +39,7 @@ from lightning_stateful.generators.attributes import (
     parts_of_class,
     reached,
     some,
+    text_of_plain,
 )
 from lightning_stateful.generators.generator_states import GeneratorState, identity_of, state_for
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
@@ -105,7 +107,7 @@ class SamplerParts:
         self.found.append(value)
         if isinstance(value, GENERATORS):
             self.generators[path] = value
-        if isinstance(value, _SEQUENCES) and len(value) > LONG:
+        if isinstance(value, _SEQUENCES) and len(_as_base(value)) > LONG:
             self.long[path] = value
 
 
@@ -122,12 +124,22 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
         return ()
     items: list[tuple[Any, Any]] = []
-    if isinstance(value, dict) and (len(value) <= LONG or type(value) is dict):
-        items = [*(("key", key) for key in value), *value.items()]
-    elif isinstance(value, (list, tuple, set, deque)) and (len(value) <= LONG or type(value) in (list, tuple, set)):
-        items = list(enumerate(value))
+    held = _as_base(value)
+    if isinstance(held, dict) and (len(held) <= LONG or type(held) is dict):
+        items = [*(("key", key) for key in held), *held.items()]
+    elif isinstance(held, (list, tuple, set, deque)) and (len(held) <= LONG or type(held) in (list, tuple, set)):
+        items = list(enumerate(held))
     # A subclass of a container has attributes beside its items.
     return [*attributes_of(value).items(), *items]
+
+
+def _as_base(value: Any) -> Any:
+    """A container of a user's class as the one that it is derived from: methods of that class are not called."""
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, deque)
+    base = next((kind for kind in kinds if isinstance(value, kind)), None)
+    if base is None or not is_users(type(value).__module__):
+        return value
+    return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
 
 
 def held_at(value: Any, path: Path) -> Any:
@@ -212,7 +224,7 @@ class SamplerCopy:
         """The copy of a tensor, array, generator or long container; None for what :func:`copy.deepcopy` has to copy."""
         if isinstance(value, torch.Tensor):
             # One in shared memory as well: a copy that is tried may shuffle it in place.
-            own = value.nbytes <= _MOST_BYTES
+            own = can_be_read(value) and value.nbytes <= _MOST_BYTES
             return value.detach().clone().requires_grad_(value.requires_grad) if own else value
         if isinstance(value, np.ndarray):
             own = value.flags.writeable and value.nbytes <= _MOST_BYTES
@@ -272,12 +284,12 @@ def digest_of_contents(
         if isinstance(part, _SEQUENCES):
             items = _items_shown(part, of_copy)
             hashed.update(items.encode())
-            if known is not None and len(part) > LONG:
+            if known is not None and len(_as_base(part)) > LONG:
                 known[id(part)] = items
         if type(part) in (list, tuple, dict, set):
             continue
         if isinstance(part, (torch.Tensor, np.ndarray)):
-            array = as_array(part) if isinstance(part, torch.Tensor) and part.layout == torch.strided else part
+            array = as_array(part) if isinstance(part, torch.Tensor) and can_be_read(part) else part
             if isinstance(array, np.ndarray) and not array.dtype.hasobject and array.nbytes <= _MOST_BYTES:
                 # Five times as fast as a digest of 128 bits, for a change that nobody has made to go unseen.
                 held: Any = array if array.flags.c_contiguous else array.tobytes()
@@ -410,7 +422,7 @@ def _with_classes(module: ModuleType | None) -> list[Any]:
 
 def _items_shown(part: Any, of_copy: bool = False) -> str:
     """The number of items of a container, and what :func:`_shown` shows of some thousand of them and of their keys."""
-    is_mapping = isinstance(part, (dict, UserDict))
+    part, is_mapping = _as_base(part), isinstance(part, (dict, UserDict))
     keys = _all_shown(_spread(part.keys()), of_copy) if is_mapping else ""
     return f"{len(part)}{keys}{_all_shown(_spread(part.values() if is_mapping else part), of_copy)}"
 
@@ -445,6 +457,7 @@ def as_written(values: Any) -> bytes | None:
 
 def _spread(values: Any) -> list[Any]:
     """All items of a container, those of a dict with their keys, or some thousand evenly apart."""
+    values = _as_base(values)
     values = values.items() if isinstance(values, (dict, UserDict)) else values
     if len(values) <= SPREAD:
         return list(values)
@@ -455,8 +468,8 @@ def _spread(values: Any) -> list[Any]:
 def _shown(value: Any, of_copy: bool = False) -> str:
     """The plain values in a value, some numbers of an array or tensor, and the types of others."""
     if type(value) in PLAIN:
-        return repr(value)
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        return text_of_plain(value)
+    if isinstance(value, torch.Tensor) and can_be_read(value):
         value = as_array(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject and not is_mapped(value):
         some = value.flat[:: max(value.size // _SHOWN, 1)] if value.size else value
@@ -465,6 +478,7 @@ def _shown(value: Any, of_copy: bool = False) -> str:
         items = [*value, *value.values()] if type(value) is dict else value
         if BUILT_IN.issuperset(map(type, items)):
             return marshal.dumps(items, 0).hex()
-        return repr([item if type(item) in PLAIN else type(item).__name__ for item in items])
-    plain = {name: item for name, item in attributes_of(value).items() if type(item) in PLAIN}
-    return f"{type(value).__name__}{plain or (0 if of_copy else id(value))}"
+        return text_of_plain([item if type(item) in PLAIN else type(item).__name__ for item in items])
+    held = attributes_of(value).items()
+    plain = ", ".join(f"{name!r}: {text_of_plain(item)}" for name, item in held if type(item) in PLAIN)
+    return f"{type(value).__name__}{f'{{{plain}}}' if plain else 0 if of_copy else id(value)}"

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.generators.attributes import attributes_of, can_be_read, text_of_plain
 from lightning_stateful.generators.rng import GENERATORS
 
 _DIGESTED_INDICES = 2**16
@@ -238,7 +238,7 @@ class _Reading:
 
 def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading | None) -> None:
     if isinstance(item, (int, np.integer)):
-        hashed.update(b"i%d;" % int(item))
+        hashed.update(f"i{text_of_plain(int(item))};".encode())
     elif isinstance(item, (str, bytes, float, type(None))):
         hashed.update(f"{type(item).__name__}{item!r};".encode())
     elif isinstance(item, (np.ndarray, torch.Tensor)):
@@ -247,7 +247,7 @@ def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading |
         issubclass(kind, (int, np.integer)) for kind in set(map(type, item))
     ):
         # The common case, in one go: an index is the same index in whatever type.
-        hashed.update(repr(list(map(int, item))).encode())
+        hashed.update(text_of_plain(list(map(int, item))).encode())
     elif isinstance(item, Mapping):
         _feed(hashed, list(item.items()), depth + 1, reading)
     elif isinstance(identity := getattr(item, "id", None), (str, int)):
@@ -313,7 +313,7 @@ def short_text(value: Any, depth: int = 0) -> str:
     alone. Empty for any other object, and for large arrays.
     """
     if type(value) in (bool, int, float, complex, str, bytes, type(None)):
-        text = repr(value)
+        text = text_of_plain(value)
         return text if len(text) <= _MOST_CHARACTERS else f"#{digest(text)}"
     shown = repr(value) if isinstance(value, (Number, count)) else value_as_text(value)
     if shown is not None:
@@ -361,8 +361,7 @@ def digest_of_tensor(value: torch.Tensor) -> str:
 
 def is_plain_tensor(value: torch.Tensor) -> bool:
     """Whether the numbers of a tensor can be read as they are."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
-    return is_plain and not (value.is_meta or value.is_quantized)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and can_be_read(value)
 
 
 def _fields_of(item: object) -> Mapping[str, Any]:

@@ -237,12 +237,14 @@ class HoldsAnything(BoringModel):
         self.cycle.append(self.cycle)
         self.deep = [[[[0] * 100] * 100] * 100] * 100
         self.objects = np.array([object(), 1], dtype=object)
+        self.register_buffer("whole", torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.narrow[1] = torch.full((3,), 2.0 + batch_idx).to(torch.float8_e4m3fn)
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_attributes_that_cannot_be_read_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = said_of_attributes(tmp_path, caplog, HoldsAnything)
     assert "others here: narrow. If" in said

@@ -1,0 +1,116 @@
+"""What a dataset or a sampler holds may be anything: what cannot be read is left alone, and the run is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import assert_goes_on_from_every_moment, train_alone
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def escaped() -> torch.Tensor:
+    """A tensor of a call of vmap that is over."""
+    seen: list[torch.Tensor] = []
+    torch.func.vmap(lambda value: (seen.append(value), value)[1])(torch.zeros(3))
+    return seen[0]
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
+
+
+class Refusing(torch.Tensor):
+    """A tensor on which no function of torch's may be called."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise ValueError("not for you")
+
+
+class WithoutLen(list):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        raise ValueError("not for you")
+
+
+class WithoutIter(list):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("not for you")
+
+
+class WithoutItems(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise ValueError("not for you")
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "freed": freed,
+    "fake": fake,
+    "escaped": escaped,
+    "refusing": lambda: torch.zeros(3).as_subclass(Refusing),
+    "uninitialized": torch.nn.UninitializedParameter,
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+    "long integer": lambda: 10**5000,
+    "long integers": lambda: [10**5000, {"a": 10**6000}],
+    "no len": lambda: WithoutLen([1]),
+    "no iter": lambda: WithoutIter([1]),
+    "no items": lambda: WithoutItems(a=1),
+}
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(index), "x": torch.full((4,), index / 100)}
+
+
+class Holding(RandomSampler):
+    """A sampler of a class of its own, which holds it."""
+
+    def __init__(self, data: Any, held: Any) -> None:
+        super().__init__(data)
+        self.held = held
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(Rows(None).__getitem__, range(8))
+
+
+HOLDERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
+    "dataset": lambda held: DataLoader(Rows(held), batch_size=2, shuffle=True),
+    "sampler": lambda held: DataLoader(Rows(None), batch_size=2, sampler=Holding(Rows(None), held)),
+    "stream": lambda held: DataLoader(Stream(held), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+def test_a_run_is_trained_and_goes_on_exactly(kind: str, holder: str, tmp_path: Path) -> None:
+    def make() -> DataLoader[Any]:
+        return HOLDERS[holder](ODD[kind]())
+
+    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 1)], train_alone, max_epochs=2)
