@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS := .venv/.installed-docs
-# Each test process gets one thread; two processes share the work.
+# Each test process gets one thread. There are more of them than cores, as tests with ranks mostly wait for processes.
 export OMP_NUM_THREADS ?= 1
 # In few large pages the memory of a test process, which is forked for each worker, is copied within a moment.
 export PYTHONMALLOC ?= malloc
@@ -33,11 +33,11 @@ demo: $(STAMP)
 	$(BIN)/python examples/kill_and_resume.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # What make test leaves out for its time.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow
 
 # All examples of all properties too, and what make test leaves out for its time.
 test-all: $(STAMP)

@@ -501,6 +501,7 @@ class TestProcesses:
         assert len(_samples(dataset)) == 14
         assert slept
 
+    @pytest.mark.slow
     def test_a_process_may_end_in_the_midst_of_files_and_streams(self, tmp_path: Path) -> None:
         hf.stream("parquet", tmp_path, (4000,), chunk=100)
         script = f"""

@@ -109,6 +109,7 @@ def expected(state: StreamState) -> tuple[list[Any], int, int]:
 
 
 @given(config=configs(), data=st.data())
+@pytest.mark.slow
 def test_every_sample_comes_once_whatever_ranks_workers_and_passes_come_and_go(
     config: StreamConfig, data: st.DataObject
 ) -> None:

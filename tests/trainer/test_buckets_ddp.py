@@ -166,6 +166,7 @@ def to_the_end(folder: Path, name: str) -> list[Link]:
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, ["batch size", "given boundaries"]))
+@pytest.mark.slow
 def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: dict[int, Ranks], name: str) -> None:
     begun = ranks[2].of(handed_over, name)
     more = ranks[3].of(handed_over, name)

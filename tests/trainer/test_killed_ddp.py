@@ -132,6 +132,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(2, folder)
 
 
+@pytest.mark.slow
 def test_ranks_killed_twice_train_on_exactly_the_uninterrupted_batches(ranks: Ranks) -> None:
     killed = ranks.folder / "killed"
     killed.mkdir()

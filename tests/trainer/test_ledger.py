@@ -265,6 +265,7 @@ def killed_in_a_batch(folder: Path) -> None:
     writing(folder)(numbers_loader, callbacks=[DiesFirst(folder)], **on_ranks())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_rank_did_not_live_to_see_has_its_batches_too(tmp_path: Path) -> None:
     processes = start_ranks(killed_in_a_batch, tmp_path)
     for process in processes:

@@ -67,6 +67,7 @@ def stopped(folder: Path) -> dict[str, list[Link]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_processes_of_a_rank_read_the_same_and_a_stop_and_a_resume_give_the_uninterrupted_run(
     ranks: Ranks, kind: str
 ) -> None:

@@ -83,6 +83,7 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("how", PACKINGS)
+@pytest.mark.slow
 def test_two_ranks_one_and_two_with_workers_serve_every_token_of_two_passes_once(
     chained: list[list[Any]], how: str, kind: str
 ) -> None:

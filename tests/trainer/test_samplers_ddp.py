@@ -82,6 +82,7 @@ def counts(runs: list[list[Any]], epoch: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("name", thinned(ON_RANKS, SLOW))
+@pytest.mark.slow
 def test_a_chain_of_stops_on_ranks_serves_what_one_does_though_their_generators_differ(ranks: Ranks, name: str) -> None:
     runs = assert_chains(ranks.of(chain, name))
     for epoch in range(2):

@@ -30,6 +30,7 @@ def test_the_page_on_verify_runs_from_top_to_bottom_and_shows_what_is_printed(
 
 
 # On one rank, and from one to two and back, it is tried in docs/verify.md.
+@pytest.mark.slow
 def test_a_data_module_goes_on_exactly_after_every_stop_on_two_ranks_and_with_other_workers() -> None:
     found = verify_datamodule(verify_cases.Plain, devices=(2,), workers=(0, 2))
 

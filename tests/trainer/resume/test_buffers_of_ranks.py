@@ -216,6 +216,7 @@ def large(folder: Path) -> Any:
     return {"texts": texts, "said": said, "state": state_of(saver.path(1)), "weights": (plain(whole), plain(resumed))}
 
 
+@pytest.mark.slow
 def test_buffers_that_are_too_large_are_named_where_they_are_saved_and_on_a_resume(ranks: Ranks) -> None:
     first, second = ranks.of(large)
     assert [len(first["texts"]), len(first["said"])] == [1, 1]
