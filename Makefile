@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/kill_and_resume.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 # What make test leaves out for its time.
 test-slow: $(STAMP)

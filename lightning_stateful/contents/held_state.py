@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 from lightning_stateful.generators.attributes import (
     BUILT_IN,
     LIGHTNINGS,
+    attributes_of,
     can_be_read,
     closure_of,
     defaults_of_class,
+    is_users,
     package_of,
     text_of_plain,
 )
@@ -133,8 +135,7 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
             yield from closure_of(value).items()
             yield "__defaults__", value.__defaults__ or ()
             yield "__kwdefaults__", value.__kwdefaults__ or {}
-        held = getattr(value, "__dict__", {})
-        yield from held.items() if isinstance(held, dict) else ()
+        yield from (_attributes_of(value) or {}).items()
 
 
 def _copied(value: Any, *, containers: bool) -> Any:
@@ -160,8 +161,15 @@ def _copied(value: Any, *, containers: bool) -> Any:
             return kind.copy(value)
     if type(value) is deque:
         return value.copy()
+    return _attributes_of(value)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """A copy of an object's ``__dict__``; of an object of the user's that has slots alone, what these hold."""
     held = getattr(value, "__dict__", None)
-    return dict(held) if isinstance(held, dict) else None
+    if isinstance(held, dict):
+        return dict(held)
+    return (attributes_of(value) or None) if held is None and is_users(type(value).__module__) else None
 
 
 def put_back(value: Any, copied: Any) -> None:
@@ -195,6 +203,9 @@ def put_back(value: Any, copied: Any) -> None:
     elif isinstance(value, dict):
         dict.clear(value)
         dict.update(value, copied)
+    elif not hasattr(value, "__dict__"):
+        for name, held in copied.items():
+            object.__setattr__(value, name, held)
     else:
         held = vars(value)
         for name in held.keys() - copied.keys():

@@ -34,8 +34,8 @@ def warn_of_unknown_position(trainer: pl.Trainer) -> None:
     if trainer.state.status == TrainerStatus.FINISHED and trainer.state.fn == TrainerFn.FITTING:
         rank_zero_warn(
             "A checkpoint is being written in a process that has not trained: the Trainer has started others for that, "
-            "as ddp_fork and ddp_notebook do, which alone knew how far they had got. A resume from it begins with "
-            "epoch 0. Let ModelCheckpoint write checkpoints while training.",
+            "as with ddp_fork, ddp_notebook and ddp_spawn, which alone knew how far they had got. A resume from it "
+            "begins with epoch 0. Let ModelCheckpoint write checkpoints while training.",
             category=StatefulWarning,
         )
 

@@ -121,6 +121,19 @@ def halve(dataset: Any, level: int) -> None:
     dataset.halves.fill_(level)
 
 
+def refill(dataset: Any, level: int) -> None:
+    dataset.ring.rows[:] = level
+
+
+class Ring:
+    """Keeps all that it has in slots."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows = np.zeros(4, dtype=np.float32)
+
+
 class Base:
     level = 0
 
@@ -150,11 +163,13 @@ class Kinds(Levels):
         self.scales = [0.0] * 8
         self.weights = np.zeros(8, dtype=np.float32)
         self.halves = torch.zeros(3, dtype=torch.bfloat16)
+        self.ring = Ring()
         self.cache: dict[int, float] = {}
         self.seen: set[str] = set()
 
     def __getitem__(self, index: int) -> torch.Tensor:
         level = self.stage["level"] + self.scales[3] + float(self.weights[0]) + float(self.halves[0])
+        level += float(self.ring.rows[0])
         self.cache[index] = level
         self.seen.add(f"sample {index}")
         return torch.full((32,), index + 1000.0 * level)
@@ -176,6 +191,7 @@ class Sets(Raises):
         (scale, "scales was [0.0, 0.0, 0.0, 5, 0.0, 0.0, 0.0, 0.0] and is [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]"),
         (weigh, r"weights was an array \w+ of 32 bytes and is an array \w+ of 32 bytes"),
         (halve, r"halves was an array \w+ of 6 bytes and is an array"),
+        (refill, r"ring.rows was an array \w+ of 16 bytes and is an array"),
     ],
 )
 def test_containers_arrays_and_tensors_that_a_hook_changes_are_named(tmp_path: Path, change: Any, warned: str) -> None:
