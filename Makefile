@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS := .venv/.installed-docs
-# Each test process gets one thread. There are more of them than cores, as tests with ranks mostly wait for processes.
+# Each test process gets one thread.
 export OMP_NUM_THREADS ?= 1
 # In few large pages the memory of a test process, which is forked for each worker, is copied within a moment.
 export PYTHONMALLOC ?= malloc
@@ -32,8 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/kill_and_resume.py
 
+# More processes than cores: tests with ranks wait for one another most of the time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # What make test leaves out for its time.
 test-slow: $(STAMP)

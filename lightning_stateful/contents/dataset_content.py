@@ -196,9 +196,7 @@ def _columns(name: str, value: Any, length: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_column(value: Any, length: int) -> bool:
-    if isinstance(value, torch.Tensor) and not can_be_read(value):
-        return False
-    if isinstance(value, (np.ndarray, torch.Tensor)):
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and can_be_read(value)):
         return value.ndim > 0 and len(value) == length
     return type(value) in (list, tuple, array, range) and len(value) == length
 

@@ -18,6 +18,7 @@ from lightning_stateful.generators.attributes import (
     BUILT_IN,
     LIGHTNINGS,
     attributes_of,
+    base_of,
     can_be_read,
     closure_of,
     defaults_of_class,
@@ -122,8 +123,7 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, (list, tuple, deque, dict)):
-        # As its base: methods of a subclass are not called.
-        base: Any = next(kind for kind in (list, tuple, deque, dict) if isinstance(value, kind))
+        base = base_of(value)
         items = dict.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
         yield from ((str(key), item) for key, item in items) if base.__len__(value) <= _MOST_ITEMS else ()
         # Of a subclass.

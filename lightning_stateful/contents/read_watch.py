@@ -352,9 +352,7 @@ def _copied(value: Any) -> Any:
         return _Moving(repr(value))
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
         return _Moving(object())
-    if isinstance(value, torch.Tensor) and not can_be_read(value):
-        return value
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and can_be_read(value)):
         # Memory that is written again for each batch is no memory of what was read; another array in its place may be.
         is_count = (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
         return value.item() if is_count and not getattr(value, "is_cuda", False) else value

@@ -36,8 +36,6 @@ from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 _MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
-# Bits of an integer: Python does not write longer ones.
-_MOST_BITS = 2**13
 # Bytes of a digest.
 _SIZE = 6
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
@@ -430,7 +428,7 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
-    # What cannot be read is left alone: a container may have methods of its own that raise.
+    # What cannot be read is left alone: a container whose methods raise, an integer that is too long to be written.
     with suppress(Exception):
         return _text_of(value)
     return ""
@@ -468,11 +466,7 @@ def _is_plain(values: list[Any]) -> bool:
         if isinstance(item, (list, tuple, dict, deque)):
             number += len(item)
             left += (item.items() if isinstance(item, dict) else item) if len(item) <= _MOST_VALUES else [object()]
-        elif (
-            not isinstance(item, (*_DEFAULTS, type(None)))
-            or (isinstance(item, str) and "/" in item)
-            or (isinstance(item, int) and item.bit_length() > _MOST_BITS)
-        ):
+        elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
             return False
     return not left
 

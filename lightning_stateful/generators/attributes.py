@@ -217,9 +217,20 @@ def _numbered(values: Iterable[Any], container: Any = None) -> list[Part]:
     return [(str(number), part, container, number) for number, part in parts if type(part) not in _ENDS]
 
 
+def base_of(value: Any) -> Any:
+    """The built-in container that a container's class is, or is derived from; None for other objects.
+
+    With its methods one is read as what it is, and methods of a user's class are not called.
+    """
+    return next((kind for kind in _BASES if isinstance(value, kind)), None)
+
+
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, deque)
+
+
 def _parts_of_container(value: Any) -> list[Part]:
-    base: Any = next(kind for kind in (dict, list, tuple, deque) if isinstance(value, kind))
-    if base is dict:
+    base = base_of(value)
+    if issubclass(base, dict):
         items = [] if is_data(list(dict.values(value))) else enumerate(list(dict.items(value)))
         named = [(key if type(key) is str else str(number), part, value, key) for number, (key, part) in items]
         parts = [part for part in named if type(part[1]) not in _ENDS]

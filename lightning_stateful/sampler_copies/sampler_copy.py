@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from array import array
-from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections import Counter, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from lightning_stateful.generators.attributes import (
     VERY_LONG,
     attributes_and_defaults,
     attributes_of,
+    base_of,
     can_be_read,
     is_data,
     is_users,
@@ -107,7 +108,7 @@ class SamplerParts:
         self.found.append(value)
         if isinstance(value, GENERATORS):
             self.generators[path] = value
-        if isinstance(value, _SEQUENCES) and len(_as_base(value)) > LONG:
+        if isinstance(value, _SEQUENCES) and _length(value) > LONG:
             self.long[path] = value
 
 
@@ -124,22 +125,25 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
         return ()
     items: list[tuple[Any, Any]] = []
-    held = _as_base(value)
-    if isinstance(held, dict) and (len(held) <= LONG or type(held) is dict):
-        items = [*(("key", key) for key in held), *held.items()]
-    elif isinstance(held, (list, tuple, set, deque)) and (len(held) <= LONG or type(held) in (list, tuple, set)):
-        items = list(enumerate(held))
+    base = base_of(value)
+    if base is not None and (base.__len__(value) <= LONG or type(value) in (dict, list, tuple, set)):
+        held = list(base.__iter__(value))
+        items = [*(("key", key) for key in held), *base.items(value)] if issubclass(base, dict) else [*enumerate(held)]
     # A subclass of a container has attributes beside its items.
     return [*attributes_of(value).items(), *items]
 
 
 def _as_base(value: Any) -> Any:
     """A container of a user's class as the one that it is derived from: methods of that class are not called."""
-    kinds: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, deque)
-    base = next((kind for kind in kinds if isinstance(value, kind)), None)
+    base = base_of(value)
     if base is None or not is_users(type(value).__module__):
         return value
     return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
+
+
+def _length(value: Any) -> int:
+    base = base_of(value)
+    return len(value) if base is None else int(base.__len__(value))
 
 
 def held_at(value: Any, path: Path) -> Any:
@@ -284,7 +288,7 @@ def digest_of_contents(
         if isinstance(part, _SEQUENCES):
             items = _items_shown(part, of_copy)
             hashed.update(items.encode())
-            if known is not None and len(_as_base(part)) > LONG:
+            if known is not None and _length(part) > LONG:
                 known[id(part)] = items
         if type(part) in (list, tuple, dict, set):
             continue

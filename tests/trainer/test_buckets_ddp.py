@@ -165,7 +165,7 @@ def to_the_end(folder: Path, name: str) -> list[Link]:
     return chain_of(partial(make, name), folder, [("on_train_batch_end", 0, 0)], ckpt_path=left)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, ["batch size", "given boundaries"]))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_an_epoch_is_handed_over_from_two_ranks_to_three_to_one_to_two(ranks: dict[int, Ranks], name: str) -> None:
     begun = ranks[2].of(handed_over, name)

@@ -21,7 +21,6 @@ from harm.runs import train as train_entry
 from harm.table import Entry, WithCallback, batches, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
 from support.ledger import samples, trained
-from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import Outcome, ended
 from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
@@ -44,12 +43,6 @@ DRAWN = ("weighted", "class balanced")
 # How many samples there may be in the last item of an epoch, which is served to both ranks.
 REPEATED = {"unbatched": 1, "unbatched, by itself": 1, "lhotse's": 1, "class balanced": 4, "batches without len": 4}
 STOPS = [("on_before_backward", 0, 2), ("on_train_batch_end", 1, 1)]
-# The table of tests/harm has the first three on two ranks; the others are drawn, or read, as some that stay, and two of
-# them are handed over from one rank to two.
-SLOW = (
-    *("random", "weighted", "without len", "shuffled batches", "unbatched, by itself", "batches handed on"),
-    *("unbatched", "lhotse's"),
-)
 # After so many steps of an epoch a run on one rank leaves the rest to two.
 HANDED_OVER = 2
 HANDED = ("random", "weighted", "class balanced", "batches without len", "own state", "unbatched", "lhotse's")
@@ -81,7 +74,7 @@ def counts(runs: list[list[Any]], epoch: int) -> Counter[int]:
     return Counter(index for ledger in runs for index in samples(ledger, epoch))
 
 
-@pytest.mark.parametrize("name", thinned(ON_RANKS, SLOW))
+@pytest.mark.parametrize("name", ON_RANKS)
 @pytest.mark.slow
 def test_a_chain_of_stops_on_ranks_serves_what_one_does_though_their_generators_differ(ranks: Ranks, name: str) -> None:
     runs = assert_chains(ranks.of(chain, name))

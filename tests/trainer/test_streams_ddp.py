@@ -97,9 +97,7 @@ def chain(folder: Path, kind: str) -> list[Link]:
 
 
 # Mixtures stop on two ranks in test_mixed_streams.
-@pytest.mark.parametrize(
-    "kind", thinned(KINDS, ["chunks", "batched map", "mixed by sample", "cycle", "tokens", "packed whole"])
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_chain_of_stops_gives_the_uninterrupted_run_on_ranks_which_lose_nothing(ranks: Ranks, kind: str) -> None:
     runs = assert_chains(ranks.of(chain, kind))
@@ -315,7 +313,7 @@ def handed(folder: Path, ranks: Ranks) -> Callable[[str], list[list[dict[str, An
     return lambda kind: of(HANDED if kind in HANDED else HANDED_SLOWLY)
 
 
-@pytest.mark.parametrize("kind", thinned([*HANDED, *HANDED_SLOWLY], HANDED_SLOWLY))
+@pytest.mark.parametrize("kind", [*HANDED, *HANDED_SLOWLY])
 @pytest.mark.slow
 def test_an_epoch_is_handed_over_from_two_ranks_to_one_to_three_to_one(
     folder: Path, handed: Callable[[str], list[list[dict[str, Any]]]], kind: str
