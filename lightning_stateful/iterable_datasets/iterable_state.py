@@ -30,6 +30,9 @@ _SLOT = {
     "changes": bool,
     "draws": bool,
     "outside?": {str: str},
+    "built?": {str: str},
+    "begun?": {str: str},
+    "left?": {str: str},
     "samples": Either(None, (str, str, str, bool)),
     "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
 }
@@ -156,7 +159,8 @@ class IterableState:
             passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
             # Of batches that a worker has read ahead nobody knows whether the last was the end.
             changes = slot["changes"] or batches > slot["batches"]
-            return {**fresh, "passes": passes, "changes": changes, "draws": slot["draws"], "outside": slot["outside"]}
+            kept = {name: slot[name] for name in slot if name in ("draws", "outside", "built")}
+            return {**fresh, "passes": passes, "changes": changes, **kept, "begun": slot.get("left", {})}
         return fresh
 
     def shards_at(self, slot: int, state: NodeState | None) -> list[str]:

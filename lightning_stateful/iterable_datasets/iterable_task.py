@@ -26,6 +26,9 @@ FRESH: NodeState = {
     "changes": False,
     "draws": False,
     "outside": {},
+    "built": {},
+    "begun": {},
+    "left": {},
     "ended": None,
 }
 

@@ -135,7 +135,8 @@ class IterableSlot:
         ``samples``, digests of some samples; ``passes``, of each pass before, in the same process, the batches read, as
         ``-1 - batches`` if read to its end; ``changes``, whether the end of one of them has changed the dataset;
         ``draws``, whether samples were drawn from a random generator in it; ``outside``, digests of what passes have
-        changed outside of it, from before the first pass. Before the first batch ``ended``, the same of the pass
+        changed outside of it, from before the first pass; ``built``, ``begun`` and ``left``, see
+        :class:`~.pass_history.ChangedAttributes`. Before the first batch ``ended``, the same of the pass
         before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed over).
 
     Attributes:
@@ -239,6 +240,7 @@ class IterableSlot:
         self._number = len(self._history)
         if self._config.counts_passes:
             self._history.look_outside(self._dataset)
+            self._history.attributes.note_begin(self._dataset)
         self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
@@ -252,8 +254,11 @@ class IterableSlot:
         if self._config.counts_passes:
             self._history.changes = self._history.changes or held["changes"]
             self._history.draws = self._history.draws or held["draws"]
-            if others := self._history.compare_outside(self._dataset, held["outside"]):
-                self.said.append(f"{self._name()} {others}")
+            is_there, changed = self._history.attributes.compare(self._dataset, held)
+            others = [changed, self._history.compare_outside(self._dataset, held["outside"])]
+            self.said += [f"{self._name()} {other}" for other in others if other]
+            # Nothing is to be begun again then.
+            self._history += held["passes"][len(self._history) :] if is_there else []
             with keep_randomness():  # This pass draws from where the process stands, as without the stop.
                 self._begin_earlier_passes(held["passes"])
         if held["state"] is not None:
@@ -363,7 +368,8 @@ class IterableSlot:
             self._watch_contents(found, is_first=not number)
         if self._config.is_checked:
             where, is_seeded = f"{self._name()} begins pass {self.epoch}", self._config.sample_seed is not None
-            self.said += first.compare(held["samples"], where, is_as_long=found == held["item"], is_seeded=is_seeded)
+            how = {"is_as_long": found == held["item"], "is_seeded": is_seeded}
+            self.said += first.compare(held["samples"], where, known=self.said, **how)
 
     def _is_read_again(self, held: NodeState, epoch: int, number: int) -> bool:
         """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -16,13 +13,20 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState
-from lightning_stateful.errors import PositionError, StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN, attributes_and_defaults, attributes_of, can_be_read
+from lightning_stateful.errors import PositionError
+from lightning_stateful.generators.attributes import (
+    PLAIN,
+    attributes_and_defaults,
+    attributes_of,
+    can_be_read,
+    is_users,
+    text_of_plain,
+)
 from lightning_stateful.generators.generator_states import identity_of
-from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
+from lightning_stateful.generators.rng import GENERATORS, get_generator_state
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.fingerprint import digest, hex_digest
 from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.stream_nodes.own_state import has_state
 
@@ -31,8 +35,6 @@ NUM_FIRST = 8
 _MOST_NESTED = 8
 # Datasets in one that are looked into for others in turn.
 _MOST_PARTS = 64
-# Lightning reads the first batch before it builds loaders of validation.
-_LOOKS_AT = 2
 _MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
@@ -61,6 +63,7 @@ class PassHistory(list[int]):
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
         outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
         moved: Digests of those that passes have changed, by name, from before the first pass.
+        attributes: What passes change in the dataset's own attributes.
     """
 
     changes = draws = is_behind = False
@@ -70,6 +73,7 @@ class PassHistory(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self.moved: dict[str, str] = {}
+        self.attributes = ChangedAttributes()
         self._began: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators.
         self._contents = self._drawn = ""
@@ -93,7 +97,8 @@ class PassHistory(list[int]):
 
     def noted(self) -> dict[str, Any]:
         """What a state holds of passes so far."""
-        return {"changes": self.changes, "draws": self.draws, "outside": dict(self.moved)}
+        noted = {"changes": self.changes, "draws": self.draws, "outside": dict(self.moved)}
+        return {**noted, **self.attributes.state()}
 
     def compare_outside(self, dataset: Any, expected: Mapping[str, str]) -> str:
         """A sentence on what was another before the first pass of the run that wrote a state; empty if nothing was.
@@ -129,6 +134,7 @@ class PassHistory(list[int]):
             self._length = _length_of(dataset)
         is_end = is_end or item == self._length
         if is_first or is_end:
+            self.attributes.note(dataset, is_end=is_end)
             now = {} if outside is None else outside.digests()
             self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
         if not self.changes and (is_first or is_end):
@@ -140,6 +146,115 @@ class PassHistory(list[int]):
             drawn = digest_of_generators(*parts_of(dataset), *(() if outside is None else outside.generators()))
             self._drawn = drawn if is_first else self._drawn
             self.draws = bool(drawn and self._drawn and drawn != self._drawn)
+
+
+class ChangedAttributes:
+    """The attributes of a dataset that its own passes change, random generators in them too, as digests.
+
+    Left out are datasets with ``set_epoch`` and those of installed packages, and attributes that hold sets, which are
+    shown in another order in each process.
+
+    Attributes:
+        set_by_hooks: Names of attributes that something else than its passes sets: they are left out.
+
+    State:
+        By ``class.attribute``: ``built``, as they were before the first pass of the run; ``begun``, before the latest
+        pass; ``left``, at its end, and empty before that.
+    """
+
+    def __init__(self) -> None:
+        self.set_by_hooks: set[str] = set()
+        self._names: set[str] = set()
+        self._built: dict[str, str] | None = None
+        self._begun: dict[str, str] = {}
+        self._left: dict[str, str] = {}
+        # As they were behind the first batch of a resume, until the next one is read.
+        self._behind_first: dict[str, str] | None = None
+
+    def note_begin(self, dataset: Any) -> None:
+        """A pass over the dataset is about to begin."""
+        self._begun, self._left = _digests_of_attributes(dataset), {}
+        self._built = self._begun if self._built is None else self._built
+
+    def note(self, dataset: Any, *, is_end: bool) -> None:
+        """A batch was read, the first or last one of the pass."""
+        now, built = _digests_of_attributes(dataset), self._built or {}
+        self._names |= {name for name in {*now, *built} if now.get(name) != built.get(name)}
+        self._left = now if is_end else {}
+
+    def state(self) -> dict[str, dict[str, str]]:
+        """See above."""
+        kept = {"built": self._built or {}, "begun": self._begun, "left": self._left}
+        return {key: {name: held.get(name, "") for name in self._names if held} for key, held in kept.items()}
+
+    def left(self, dataset: Any) -> dict[str, str]:
+        """Digests of them as they are now, where a pass was left before its end."""
+        now = _digests_of_attributes(dataset)
+        return {name: now.get(name, "") for name in self._names}
+
+    def compare(self, dataset: Any, state: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether something else has brought the dataset to where the pass of a state began, before any pass here.
+
+        Args:
+            dataset: The dataset.
+            state: Of the run that wrote the checkpoint.
+
+        Returns:
+            Whether it has, so that earlier passes are not to be begun again; and a sentence if the resume is not exact
+            because it did so in part, or has brought it elsewhere.
+        """
+        built, begun, now = state.get("built", {}), state.get("begun", {}), _digests_of_attributes(dataset)
+        self._built, self._names = {**now, **built}, {*built}
+        names = sorted({*built} - self.set_by_hooks)
+        there = [
+            name for name in names if begun.get(name) not in (None, built[name]) and now.get(name, "") == begun[name]
+        ]
+        others = [
+            name for name in names if name not in there and now.get(name, "") != (begun if there else built)[name]
+        ]
+        if not others:
+            return bool(there), ""
+        if there:
+            return True, (
+                f"has {_listed(there)} as a hook has restored it, but not {_listed(others)}, which its passes change "
+                "too: the resume is not exact. Restore all of them, or none, and its earlier passes are begun again."
+            )
+        return False, (
+            f"changes {_listed(others)} in each pass, which is another here than before the first pass of the run that "
+            "wrote the checkpoint: a hook has restored it, or it was iterated in this process. Its earlier passes are "
+            "begun again from there, so the resume is not exact. Let a new process build the dataset as it was, with "
+            "a seed for what is random, and leave it to the resume."
+        )
+
+    def note_first(self, dataset: Any) -> None:
+        """The first batch of a resume was read."""
+        self._behind_first = _digests_of_attributes(dataset) if self._names else None
+
+    def set_since_first(self, dataset: Any) -> list[str]:
+        """Names of those that something else has set since :meth:`note_first`; none if that was asked before."""
+        before, self._behind_first = self._behind_first, None
+        if before is None:
+            return []
+        now = _digests_of_attributes(dataset)
+        return [name for name in sorted(self._names - self.set_by_hooks) if now.get(name) != before.get(name)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4])
+
+
+def _digests_of_attributes(dataset: Any) -> dict[str, str]:
+    """Digests of a dataset's attributes that another process may compare; see :class:`ChangedAttributes`."""
+    found: dict[str, str] = {}
+    for name, value in attributes_in(dataset, looks_at=lambda part: is_users(type(part).__module__)):
+        if type(value) in PLAIN:
+            found[name] = found.get(name, "") + text_of_plain(value)
+            continue
+        parts = SamplerParts(value)
+        if not any(isinstance(part, (set, frozenset)) for part in parts.found):
+            own = [one for one in parts.generators.values() if identity_of(one) != 0]
+            found[name] = found.get(name, "") + digest_of_contents([value], of_copy=True) + digest_of_generators(*own)
+    return {name: hex_digest(text.encode(errors="surrogatepass")) for name, text in found.items()}
 
 
 class KeptGenerators:
@@ -167,132 +282,6 @@ class KeptGenerators:
         return "" not in (noted, found := self.digest()) and found != noted
 
 
-class SetBetweenPasses:
-    """Notices attributes of a dataset that something else than its passes sets between two of them, as a hook does.
-
-    Datasets with ``set_epoch`` are left out: what that sets is looked at elsewhere.
-
-    Args:
-        dataset: The dataset, as it is in this process.
-        in_workers: Whether workers read copies of it, so that no pass changes it here.
-        looks_at: Whether to look at a value; by default at all.
-
-    Attributes:
-        expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
-        is_within: Whether these are of a pass that goes on, and not of one that is over.
-    """
-
-    def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
-        self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
-        self.expected: dict[str, str] = {}
-        self.is_within = False
-        self._built = self._held()
-        # What it held when the latest pass had ended; None within a pass that may change it.
-        self._left: dict[str, str] | None = None
-        # What it held when the latest pass began, and of that what was set between passes.
-        self._begun: dict[str, str] = {}
-        self._begun_with: dict[str, str] = {}
-        self._set: set[str] = set()
-        # Where the generators stood then that it holds, by their ids.
-        self._stood: dict[int, str] = {}
-        self._num_read = 0
-
-    def note_begin(self) -> None:
-        """A pass is about to begin."""
-        self._begun = now = self._compare()
-        present = self._digests(self.expected)
-        lost = sorted(name for name, held in self.expected.items() if present.get(name, "") != held)
-        if not self.is_within:
-            # A hook sets something else for the next epoch.
-            lost = [name for name in lost if now.get(name) == self._built.get(name)]
-        if lost:
-            _warn(
-                f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
-                "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
-                "before the first batch, as in load_state_dict of a callback."
-            )
-        self.expected, self._left = {}, now if self._in_workers else None
-        self._begun_with = self._digests(self._set)
-        if self._num_read < _LOOKS_AT and not self._in_workers:
-            found = {id(one): one for _, one in _generators_in(self._dataset)}
-            self._stood = {key: state_of_generator(one) for key, one in found.items()}
-
-    def note_read(self) -> None:
-        """A batch was read: at the second one loaders of validation have been built.
-
-        Warns:
-            StatefulWarning: The pass has changed something that a dataset of validation holds too, or has drawn from a
-                random generator in it; once.
-        """
-        self._num_read += 1
-        if self._in_workers or self._num_read != _LOOKS_AT:
-            return
-        now = self._held()
-        others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
-        ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
-        changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
-        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
-        drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
-        shared |= {
-            name
-            for name, one in _generators_in(self._dataset)
-            if id(one) in drawn and self._stood.get(id(one)) != state_of_generator(one)
-        }
-        if names := sorted(shared):
-            _warn(
-                f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
-                "changes: what the one gets depends on the passes of the other, of which a checkpoint knows nothing. "
-                "So a resume may not be exact, or be refused. Give each dataset a copy of its own."
-            )
-
-    def note_end(self) -> None:
-        """A pass has ended."""
-        if not self._in_workers:
-            self._left = self._held()
-
-    def found(self, *, within: bool = False) -> dict[str, str]:
-        """Digests of the attributes that were set between passes, by ``class.attribute``, the same in every process.
-
-        Args:
-            within: As they were when the latest pass began; else as they are now.
-        """
-        if self.expected:
-            return self.expected
-        if within:
-            return dict(self._begun_with)
-        self._compare()
-        return self._digests(self._set)
-
-    def _digests(self, names: Collection[str]) -> dict[str, str]:
-        """Digests of attributes as they are now, which another process may compare."""
-        found: dict[str, str] = {}
-        for name, value in attributes_in(self._dataset) if names else ():
-            if name in names:
-                found[name] = digest(value, found.get(name, ""))
-        return {name: found.get(name, "") for name in sorted(names)}
-
-    def _compare(self) -> dict[str, str]:
-        """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
-        now, left = self._held(), self._left
-        if left is not None:
-            changed = {name for name in {*now, *left} if now.get(name) != left.get(name)} - self._set
-            if changed:
-                self._set |= changed
-                _warn(
-                    f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
-                    "own iteration. A resume from here on is exact only if the same is set again before its first "
-                    "batch, as in load_state_dict of a callback."
-                )
-        return now
-
-    def _held(self) -> dict[str, str]:
-        """Digests of all attributes, to be compared in this process."""
-        held: dict[str, str] = {}
-        for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
-            held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
-        return held
-
-
 def beginning_of(dataset: Any) -> Any:
     """The state of a dataset that nobody has read yet, as plain data; None if it has none.
 
@@ -310,35 +299,18 @@ def beginning_of(dataset: Any) -> Any:
         held.restore()
 
 
-def attributes_in(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for those told the epoch."""
+def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True) -> Iterator[tuple[str, Any]]:
+    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for those told the epoch.
+
+    Args:
+        dataset: The dataset.
+        looks_at: Which of them to look at; by default all.
+    """
     for part in parts_of(dataset):
-        if callable(getattr(part, "set_epoch", None)):
+        if callable(getattr(part, "set_epoch", None)) or not looks_at(part):
             continue
         held = attributes_and_defaults(part)
         yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
-
-
-def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Random generators in a dataset and its parts, but the process's, by the ``class.attribute`` that leads there."""
-    for part in parts_of(dataset):
-        for path, generator in SamplerParts(part).generators.items():
-            if identity_of(generator) != 0:
-                yield ".".join((type(part).__qualname__, *map(str, path[:1]))), generator
-
-
-# By their ids: the iterable datasets of loaders of validation.
-_EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def note_validation(dataset: Any) -> None:
-    """A loader of validation reads a dataset in this process."""
-    with suppress(TypeError):
-        _EVALUATED[id(dataset)] = dataset
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, StatefulWarning, stacklevel=5)
 
 
 # By the id of a dataset: a reference to it, and its passes in this process.
@@ -431,12 +403,15 @@ class FirstSamples(NamedTuple):
             whole = digest_of_sample(sample, whole, only_labels=False)
         return FirstSamples(labels, whole, one, differ)
 
-    def compare(self, noted: Any, where: str, *, is_as_long: bool, is_seeded: bool) -> list[str]:
+    def compare(
+        self, noted: Any, where: str, *, is_as_long: bool, is_seeded: bool, known: Sequence[str] = ()
+    ) -> list[str]:
         """Compare samples that were read again with those before a resume.
 
         Args:
             noted: Those before, as plain data; None if nothing was noted of them.
             where: Where they begin, for the error.
+            known: What is known of the dataset that may be the cause, for the error.
             is_as_long: Whether as many were read again.
             is_seeded: Whether their random draws follow a seed, so that all values are the same again.
 
@@ -452,7 +427,7 @@ class FirstSamples(NamedTuple):
                 f"{where} with other samples than before the resume, so that nobody can say which of its samples "
                 "were trained on. Give it state_dict and load_state_dict, or an order that follows from "
                 "set_epoch(epoch), and make it anew for a resume; or resume from the end of an epoch. "
-                'accept=("nondeterministic",) reads on behind as many samples.'
+                f'accept=("nondeterministic",) reads on behind as many samples.{"".join(f" {one}" for one in known)}'
             )
         if self.whole == before.whole or not is_seeded:
             return []

@@ -18,9 +18,9 @@ from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.pass_history import (
-    SetBetweenPasses,
     beginning_of,
     digest_of_dataset,
+    history_of,
     parts_of,
 )
 from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
@@ -30,7 +30,7 @@ from lightning_stateful.iterable_datasets.rank_draws import (
     lightning_seeds_workers,
     where_generators_stand,
 )
-from lightning_stateful.iterable_datasets.set_within import SetWithinPass
+from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -91,6 +91,9 @@ class IterableOrder(StreamReader):
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
+        # What its passes change here, with which hooks may see to it too.
+        is_changed_here = self.settings.counts_passes and not loader.num_workers
+        self._attributes = history_of(self.dataset).attributes if is_changed_here else None
 
     def _warn_of_drawn_orders(self) -> None:
         if draws_orders(getattr(self.dataset, "root", None)):
@@ -176,6 +179,7 @@ class IterableOrder(StreamReader):
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
+        is_moved = (epoch, step) == self._moves_to
         run = self._run_at(epoch, step)
         num_served, run.is_iterated = run.num_served, True
         try:
@@ -194,12 +198,17 @@ class IterableOrder(StreamReader):
                     self._watch.note_read()
                 if self._within is not None:
                     self._within.note_read(epoch, step)
+                if self._attributes is not None and is_moved:
+                    self._attributes.note_first(self.dataset)
                 self.recent.note(epoch, step, ServedState(run))
                 if step == self._limit:
                     self._end(epoch, step, run)
                 yield batch
                 if self._within is not None:
                     self._within.note_outside()
+                if self._attributes is not None and is_moved:
+                    self._warn_if_set(self._attributes.set_since_first(self.dataset))
+                    is_moved = False
             if not step and self._limit:
                 self._warn_of_nothing()
             if step == self._limit and self.begins_anew and run.goes_on(num_served) and not run.is_over:
@@ -210,6 +219,17 @@ class IterableOrder(StreamReader):
             run.is_iterated = False
             if run is not self._run:
                 run.close()
+
+    def _warn_if_set(self, names: list[str]) -> None:
+        if names and self.settings.is_checked:
+            warnings.warn(
+                f"{', '.join(names[:4])} was set when the first batch of the resume had been read, as in "
+                "on_train_start, though the passes of the dataset change it, and have been begun again as often as "
+                "before the stop: later batches are not what they would have been. Restore it in load_state_dict of "
+                "a callback, or not at all.",
+                StatefulWarning,
+                stacklevel=4,
+            )
 
     @property
     def _shares_workers(self) -> bool:
@@ -265,6 +285,9 @@ class IterableOrder(StreamReader):
             self._watch.is_within = progress.consumed > 0
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
+        if self._attributes is not None:
+            within = progress.details.get("set_within", {}).get("within", {})
+            self._attributes.set_by_hooks = {*progress.details.get("set", {}), *within}
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 
@@ -334,7 +357,11 @@ class IterableOrder(StreamReader):
     def _left(self, run: StreamRun) -> IterableState:
         """The beginning of the pass after the one that a run reads, which is left where it is."""
         left: IterableState = run.left()
-        return left.following(run.num_asked())
+        begins = left.following(run.num_asked())
+        if self._attributes is None or left.num_slots != 1 or begins.slots[0] is None or begins.slots[0]["begun"]:
+            return begins
+        # It is left before its end, of which a rank knows no more than of its own dataset.
+        return begins.at(({**begins.slots[0], "begun": self._attributes.left(self.dataset)},))
 
 
 def is_sized(loader: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
 from lightning_stateful.errors import RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.generators.rng import keep_randomness
-from lightning_stateful.iterable_datasets.pass_history import note_validation
+from lightning_stateful.iterable_datasets.set_by_hooks import note_validation
 from lightning_stateful.loaders.patching import AnyLoader, length_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import build_alike, deals_out, own_rank, topology_of

@@ -1,0 +1,307 @@
+"""Notices attributes of an iterable dataset that something else than its own iteration sets, as a hook does."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
+from operator import is_
+from typing import Any
+
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.generators.attributes import PLAIN
+from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.generators.rng import state_of_generator
+from lightning_stateful.iterable_datasets.pass_history import attributes_in, parts_of
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.samplers.fingerprint import digest
+
+# Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
+_MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
+_MISSING = object()
+# Lightning reads the first batch before it builds loaders of validation.
+_LOOKS_AT = 2
+# By their ids: the iterable datasets of loaders of validation.
+_EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class SetBetweenPasses:
+    """Notices attributes of a dataset that something else than its passes sets between two of them, as a hook does.
+
+    Datasets with ``set_epoch`` are left out: what that sets is looked at elsewhere.
+
+    Args:
+        dataset: The dataset, as it is in this process.
+        in_workers: Whether workers read copies of it, so that no pass changes it here.
+        looks_at: Whether to look at a value; by default at all.
+
+    Attributes:
+        expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
+        is_within: Whether these are of a pass that goes on, and not of one that is over.
+    """
+
+    def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
+        self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
+        self.expected: dict[str, str] = {}
+        self.is_within = False
+        self._built = self._held()
+        # What it held when the latest pass had ended; None within a pass that may change it.
+        self._left: dict[str, str] | None = None
+        # What it held when the latest pass began, and of that what was set between passes.
+        self._begun: dict[str, str] = {}
+        self._begun_with: dict[str, str] = {}
+        self._set: set[str] = set()
+        # Where the generators stood then that it holds, by their ids.
+        self._stood: dict[int, str] = {}
+        self._num_read = 0
+
+    def note_begin(self) -> None:
+        """A pass is about to begin."""
+        self._begun = now = self._compare()
+        present = self._digests(self.expected)
+        lost = sorted(name for name, held in self.expected.items() if present.get(name, "") != held)
+        if not self.is_within:
+            # A hook sets something else for the next epoch.
+            lost = [name for name in lost if now.get(name) == self._built.get(name)]
+        if lost:
+            _warn(
+                f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
+                "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
+                "before the first batch, as in load_state_dict of a callback."
+            )
+        self.expected, self._left = {}, now if self._in_workers else None
+        self._begun_with = self._digests(self._set)
+        if self._num_read < _LOOKS_AT and not self._in_workers:
+            found = {id(one): one for _, one in _generators_in(self._dataset)}
+            self._stood = {key: state_of_generator(one) for key, one in found.items()}
+
+    def note_read(self) -> None:
+        """A batch was read: at the second one loaders of validation have been built.
+
+        Warns:
+            StatefulWarning: The pass has changed something that a dataset of validation holds too, or has drawn from a
+                random generator in it; once.
+        """
+        self._num_read += 1
+        if self._in_workers or self._num_read != _LOOKS_AT:
+            return
+        now = self._held()
+        others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
+        ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
+        changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
+        shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
+        drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
+        shared |= {
+            name
+            for name, one in _generators_in(self._dataset)
+            if id(one) in drawn and self._stood.get(id(one)) != state_of_generator(one)
+        }
+        if names := sorted(shared):
+            _warn(
+                f"The datasets of training and of validation share one object, {', '.join(names)}, which a pass "
+                "changes: what the one gets depends on the passes of the other, of which a checkpoint knows nothing. "
+                "So a resume may not be exact, or be refused. Give each dataset a copy of its own."
+            )
+
+    def note_end(self) -> None:
+        """A pass has ended."""
+        if not self._in_workers:
+            self._left = self._held()
+
+    def found(self, *, within: bool = False) -> dict[str, str]:
+        """Digests of the attributes that were set between passes, by ``class.attribute``, the same in every process.
+
+        Args:
+            within: As they were when the latest pass began; else as they are now.
+        """
+        if self.expected:
+            return self.expected
+        if within:
+            return dict(self._begun_with)
+        self._compare()
+        return self._digests(self._set)
+
+    def _digests(self, names: Collection[str]) -> dict[str, str]:
+        """Digests of attributes as they are now, which another process may compare."""
+        found: dict[str, str] = {}
+        for name, value in attributes_in(self._dataset) if names else ():
+            if name in names:
+                found[name] = digest(value, found.get(name, ""))
+        return {name: found.get(name, "") for name in sorted(names)}
+
+    def _compare(self) -> dict[str, str]:
+        """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
+        now, left = self._held(), self._left
+        if left is not None:
+            changed = {name for name in {*now, *left} if now.get(name) != left.get(name)} - self._set
+            if changed:
+                self._set |= changed
+                _warn(
+                    f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
+                    "own iteration. A resume from here on is exact only if the same is set again before its first "
+                    "batch, as in load_state_dict of a callback."
+                )
+        return now
+
+    def _held(self) -> dict[str, str]:
+        """Digests of all attributes, to be compared in this process."""
+        held: dict[str, str] = {}
+        for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
+            held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
+        return held
+
+
+class SetWithinPass:
+    """Compares what a dataset holds behind each batch with what it holds before the next is read.
+
+    What differs was set by something else, such as a hook. Of attributes that are objects it is seen when another
+    object is set, and not when the same one is changed. Datasets with ``set_epoch`` are left out.
+
+    Args:
+        dataset: The dataset, which is read in this process.
+
+    State:
+        ``within``: digests by ``class.attribute`` of what was set so, as it is now; ``ahead``: which of them were set
+        after the next batch had been read.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._built = self._digests(None)
+        self._holders: list[tuple[str, dict[str, Any]]] = []
+        # The attributes behind the latest batch; None before the first one.
+        self._left: list[dict[str, Any]] | None = None
+        # By name, the epoch and the number of batches of it that had been read.
+        self._set: dict[str, tuple[int, int]] = {}
+        self._at = -1, 0
+        self._expected: dict[str, Any] = {}
+
+    def expect(self, saved: Mapping[str, Any], *, is_within: bool) -> None:
+        """Compare with a checkpoint's state when the first batch has been read.
+
+        Args:
+            saved: The state; empty if it has none.
+            is_within: Whether it is of a pass that goes on.
+        """
+        self._expected = {**saved, "is_within": is_within} if saved else {}
+        self._set = dict.fromkeys(saved.get("within", ()), (-1, 0))
+
+    def note_begin(self) -> None:
+        """A pass is about to begin, or to go on at a state."""
+        held = [(type(part).__qualname__, vars(part)) for part in self._parts() if hasattr(part, "__dict__")]
+        self._holders = [(name, of) for name, of in held if len(of) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
+        self._left = None
+
+    def note_read(self, epoch: int, num_read: int) -> None:
+        """A batch was read.
+
+        Args:
+            epoch: The epoch.
+            num_read: Batches of the epoch that were read.
+
+        Warns:
+            StatefulWarning: It is the first one of a resume, and something is not as in the run that wrote the
+                checkpoint, or was not when that batch was read there.
+        """
+        if self._set:
+            # What its own iteration changes too is no setting of somebody else's.
+            self._set = {name: at for name, at in self._set.items() if name not in self._changed()}
+        if self._expected:
+            self._compare()
+        self._left, self._at = [dict(of) for _, of in self._holders], (epoch, num_read)
+
+    def note_end(self) -> None:
+        """A pass has ended: what is set from here on is set between two passes."""
+        self._left = None
+
+    def note_outside(self) -> None:
+        """The next batch is about to be read, or a state is taken: whatever has changed was set by something else."""
+        left = self._left
+        if left is None or all(
+            len(before) == len(of) and all(map(is_, before.values(), of.values()))
+            for before, (_, of) in zip(left, self._holders, strict=True)
+        ):
+            return
+        self._set |= dict.fromkeys(self._changed(), self._at)
+        self._left = [dict(of) for _, of in self._holders]
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """See above.
+
+        Args:
+            epoch: The epoch.
+            step: Batches of it that were trained on.
+        """
+        if self._expected:
+            return {name: held for name, held in self._expected.items() if name != "is_within"}
+        self.note_outside()
+        if not self._set:
+            return {}
+        ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
+        return {"within": self._digests(set(self._set)), "ahead": ahead}
+
+    def _compare(self) -> None:
+        """Warn of what is another than in the run that wrote the checkpoint."""
+        expected, self._expected = self._expected, {}
+        within: Mapping[str, str] = expected["within"]
+        now = self._digests(set(within))
+        lost = sorted(name for name, held in within.items() if now.get(name, "") != held)
+        if not expected["is_within"]:
+            # A hook sets something else for the next epoch.
+            lost = [name for name in lost if now.get(name) == self._built.get(name)]
+        ahead = sorted({*expected["ahead"]} - {*lost})
+        first = "The first batch is read with what is set here, but was read there before that was set"
+        if lost:
+            also = f" {first}: it stays inexact." if {*lost} & {*expected["ahead"]} else ""
+            _warn(
+                f"{', '.join(lost)} was set within the epoch in the run that wrote the checkpoint, by something else "
+                "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
+                f"before the first batch, as in load_state_dict of a callback.{also}"
+            )
+        if ahead:
+            _warn(
+                f"{', '.join(ahead)} was set within the epoch in the run that wrote the checkpoint, and is the same "
+                f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
+                "batch. Set it between two epochs."
+            )
+
+    def _parts(self) -> list[Any]:
+        return [part for part in parts_of(self._dataset) if not callable(getattr(part, "set_epoch", None))]
+
+    def _changed(self) -> set[str]:
+        """The attributes that are not as they were behind the latest batch."""
+        changed: set[str] = set()
+        for before, (kind, of) in zip(self._left or (), self._holders, strict=False):
+            for name in {**before, **of}:
+                old, new = before.get(name, _MISSING), of.get(name, _MISSING)
+                is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
+                changed |= set() if is_same else {f"{kind}.{name}"}
+        return changed
+
+    def _digests(self, names: set[str] | None) -> dict[str, str]:
+        """Digests of attributes as they are now, which another process may compare; None for all plain ones."""
+        found: dict[str, str] = {}
+        for name, value in attributes_in(self._dataset) if names is None or names else ():
+            if name in names if names is not None else type(value) in PLAIN:
+                found[name] = digest(value, found.get(name, ""))
+        return found
+
+
+def note_validation(dataset: Any) -> None:
+    """A loader of validation reads a dataset in this process."""
+    with suppress(TypeError):
+        _EVALUATED[id(dataset)] = dataset
+
+
+def _generators_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Random generators in a dataset and its parts, but the process's, by the ``class.attribute`` that leads there."""
+    for part in parts_of(dataset):
+        for path, generator in SamplerParts(part).generators.items():
+            if identity_of(generator) != 0:
+                yield ".".join((type(part).__qualname__, *map(str, path[:1]))), generator
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, StatefulWarning, stacklevel=5)
