@@ -46,32 +46,26 @@ _HARMLESS = ("drop_last", "dataset.fingerprint", "iteration", "sequence", "modul
 _SCALARS = frozenset({bool, int, str, type(None)})
 # Names in accept that are no keys of a configuration.
 _OTHER_NAMES = ("iteration", "nondeterministic", "replay")
+_PASSED = ("seed", "shuffle", "drop_last", "by", "block", "max_tokens", "num_buckets", "boundaries", "window")
 _REMEDIES = {
-    "seed": "Pass the saved seed",
-    "shuffle": "Pass the saved shuffle",
-    "drop_last": "Pass the saved drop_last",
+    **{name: f"Pass the saved {name}" for name in _PASSED},
     "dataset": "Train on the dataset that the checkpoint was made with",
     "dataset.indices": "Choose the samples as when the checkpoint was written: pass a seed to random_split or shuffle",
     "dataset.content": "The dataset's samples are others, or in another order, than when the checkpoint was written: "
     "sort the files, pass a seed to random_split or shuffle",
     "ranks": "Each rank iterates a sampler or data of its own: resume on the saved ranks, in the same way",
     "drawn_alike": "Seed the ranks alike (seed_everything), or apart, as when the checkpoint was written",
+    "draws_apart": "Read in workers only if it was so before: loaders with equal generators draw alike there",
     "order_version": "Install the version of lightning-stateful that wrote the checkpoint",
     "kind": "Use the order or sampler that the checkpoint was made with",
     "sources": "Pass the saved datasets, under their saved names",
     "weights": "Pass the saved weights, temperature, block or schedule, of which these are the draws in a period",
     "batch_size": "Pass the saved batch sizes",
     "stop": "Pass the saved stop or num_steps",
-    "by": "Pass the saved by",
-    "block": "Pass the saved block",
     "lengths": "Pass the lengths that the checkpoint was made with",
-    "max_tokens": "Pass the saved max_tokens",
     "max_samples": "Pass a Budget with the saved max_samples",
     "multiple": "Pass a Budget with the saved multiple",
     "quadratic_length": "Pass a Budget with the saved cost",
-    "num_buckets": "Pass the saved num_buckets",
-    "boundaries": "Pass the saved boundaries",
-    "window": "Pass the saved window",
     "too_long": "Pass a Budget with the saved too_long",
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",

@@ -128,7 +128,8 @@ def build_data(
         loaders[path] = build_patched(
             loader,
             seed=settings.seed,
-            path=drawn_as.setdefault(key, path) if key else path,
+            path=path,
+            drawn_as=drawn_as.setdefault(key, path) if key else None,
             num_replicas=ranks,
             rank=0,
             seed_samples=settings.seed_samples,

@@ -60,6 +60,7 @@ def build_patched(
     *,
     seed: int | None = None,
     path: str = "",
+    drawn_as: str | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     own_rank: int | None = None,
@@ -78,6 +79,7 @@ def build_patched(
             that was made for this use goes in as it is); or, for training, any iterable of batches.
         seed: Seed for a loader that is not yet stateful.
         path: As in :class:`StatefulLoader`.
+        drawn_as: The path of a loader whose random order it shares; None for its own.
         num_replicas: Data-parallel ranks.
         rank: This rank.
         own_rank: This rank, if each rank has a loader of its own which is not dealt out: its sampler is run as it is,
@@ -99,6 +101,9 @@ def build_patched(
         if holder is not None and num_replicas != 1 and not deals_itself(loader):
             # Lightning deals nothing out of what is no DataLoader.
             own_rank = rank
+        own_path, draws_apart = path, drawn_as not in (None, path) and not _draws_alike_at_samples(loader)
+        if drawn_as is not None and not (draws_apart and isinstance(loader.dataset, IterableDataset)):
+            path = drawn_as
         how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
         options = StreamOptions(exact=exact, seed=seed, seed_samples=seed_samples, accept=accept, **how)
         if (stream := _without_index(loader, options, own_rank, where)) is not None:
@@ -136,8 +141,11 @@ def build_patched(
         raise ConfigurationError(f"{where}: {error}") from None
     if own_rank is not None:
         # Ranks draw apart at their samples.
-        made.own_rank, made._own_seed = own_rank, loader_seed(seed, f"{path}@{own_rank}")
+        own_path, made.own_rank = f"{own_path if draws_apart else path}@{own_rank}", own_rank
         made.tracker.config.update({"drawn_alike": True} if is_alike else {})
+    if draws_apart or own_rank is not None:
+        made._own_seed = loader_seed(seed, own_path)
+        made.tracker.config.update({"draws_apart": True} if draws_apart else {})
     return made
 
 
@@ -395,11 +403,34 @@ def map_style(loaders: Mapping[str, AnyLoader]) -> dict[str, StatefulLoader]:
     return {path: loader for path, loader in loaders.items() if isinstance(loader, StatefulLoader)}
 
 
-def dealt_otherwise(given: Any, loader: AnyLoader) -> str:
-    """The difference of an order from torch's, in words; empty for none, or where an order was given."""
-    if isinstance(given, TrackedLoader) or not loader.is_plain or loader.topology.num_replicas == 1:
-        return ""
-    return "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
+def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) -> dict[str, str]:
+    """By path, the difference of an order from torch's on several ranks, in words; empty where there is none.
+
+    Args:
+        given: The loaders as the user made them.
+        loaders: The loaders that were built of them.
+    """
+    notes = dict.fromkeys(loaders, "")
+    # By their length: the path of the first of the loaders that DistributedSampler would shuffle alike.
+    alike: dict[int, tuple[str, str]] = {}
+    for path, loader in loaders.items():
+        # Of other loaders an order was given.
+        if isinstance(given[path], TrackedLoader) or not loader.is_plain or loader.topology.num_replicas == 1:
+            continue
+        notes[path] = "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
+        if is_shuffled(given[path]):
+            first, drawn_as = alike.setdefault(length_of(loader), (path, loader.path))
+            if drawn_as != loader.path:
+                notes[path] += (
+                    f" It would shuffle these samples as it does those of {first!r}, which are as many; here each has "
+                    "its own order. If their batches are to pair up, give both DataLoaders a generator of one seed."
+                )
+    return notes
+
+
+def _draws_alike_at_samples(loader: Any) -> bool:
+    """Whether loaders with generators of one state draw alike at their samples too, as torch's workers do."""
+    return bool(loader.num_workers and loader.generator is not None)
 
 
 def drawn_key(loader: Any) -> str:

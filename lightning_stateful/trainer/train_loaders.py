@@ -97,13 +97,14 @@ class Settings:
             loader: The loader.
             path: Where it stands among others.
             stage: ``"training"``, ``"val"``, ``"test"`` or ``"predict"``.
-            drawn_as: The path of a loader whose random order it shares; None for its own.
+            drawn_as: As there.
         """
         topology = topology_of(trainer)
         return build_patched(
             loader,
             seed=self.seed,
-            path=path if drawn_as is None else drawn_as,
+            path=path,
+            drawn_as=drawn_as,
             num_replicas=topology.num_replicas,
             rank=topology.rank,
             own_rank=own_rank(trainer, loader),
@@ -163,7 +164,7 @@ class TrainLoaders:
         odd_datasets.refuse_own_length(trainer, self.combined)
         self.combined.refuse_short_sources(self.num_batches(self._next_step()[0]))
         self._prepare()
-        dealt = {path: dealt_otherwise(structure.loaders[path], of) for path, of in self.combined.loaders.items()}
+        dealt = dealt_otherwise(structure.loaders, self.combined.loaders)
         say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         odd_datasets.warn_of_shared_datasets(self.combined)

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_stateful.core import BlockShuffledOrder, Progress
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.loaders import StatefulLoader, build_patched, is_patched, patch_dataloader
+from lightning_stateful.loaders.patching import dealt_otherwise
 from lightning_stateful.stream_loader import StreamLoader
 from lightning_stateful.trainer.loader_proxy import LoaderProxy
 
@@ -367,3 +368,16 @@ def view() -> LoaderProxy:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_loaders_are_patched_if_all_that_will_be_iterated_are_ours(name: str) -> None:
     assert is_patched({**PATCHED, **NOT_PATCHED}[name]()) is (name in PATCHED)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_note_says_where_distributed_samplers_would_shuffle_loaders_alike(ranks: int) -> None:
+    given: dict[str, Any] = {name: DataLoader(Numbers(LENGTH), batch_size=4, shuffle=True) for name in "ab"}
+    given["c"] = DataLoader(Numbers(LENGTH), batch_size=4)
+    given["d"] = DataLoader(Numbers(LENGTH + 4), batch_size=4, shuffle=True)
+    loaders = {name: build_patched(one, path=name, num_replicas=ranks, rank=0) for name, one in given.items()}
+    notes = dealt_otherwise(given, loaders)
+    assert [name for name, note in notes.items() if "as it does those of 'a'" in note] == (["b"] if ranks == 2 else [])
+    assert [name for name, note in notes.items() if note] == (list("abcd") if ranks == 2 else [])
+    one_seed = {name: build_patched(given[name], path=name, drawn_as="a", num_replicas=2, rank=0) for name in "ab"}
+    assert not any("as it does those of" in note for note in dealt_otherwise(given, one_seed).values())

@@ -19,6 +19,7 @@ from lightning_stateful import (
     StatefulDataModule,
     StreamDataModule,
 )
+from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.samplers import BucketBatchSampler
 
 Make = Callable[[], Any]
@@ -122,6 +123,35 @@ def test_generators_of_equal_state_draw_one_order_as_in_torch_and_others_do_not(
 
     a, b = served({"a": make(1), "b": make(2)})
     assert sum(one == other for one, other in zip(order_of(a), order_of(b), strict=True)) < 3
+
+
+@pytest.mark.parametrize(
+    ("make", "is_alike"),
+    [
+        (lambda: a_loader(shuffle=True, generator=generator(1)), False),
+        (lambda: a_loader(shuffle=True, generator=generator(1), num_workers=1), True),
+        (lambda: a_loader(sampler=RandomSampler(range(LENGTH), generator=generator(1)), num_workers=1), False),
+    ],
+    ids=["no workers", "workers", "of the sampler, workers"],
+)
+def test_samples_are_drawn_alike_by_equal_generators_where_they_are_in_torch(make: Any, is_alike: bool) -> None:
+    a, b = served({"a": make(), "b": make()})
+    assert order_of(a) == order_of(b)
+    assert (drawn(a) == drawn(b)) is is_alike
+    assert is_alike or not drawn(a) & drawn(b)
+    # So it is in torch.
+    loaders = [make(), make()]
+    plain = [[batch[1].tolist() for batch in loader] for loader in loaders]
+    assert (plain[0] == plain[1]) is is_alike
+
+
+def test_a_resume_on_workers_is_refused_where_samples_would_be_drawn_alike(tmp_path: Any) -> None:
+    data = [{name: a_loader(shuffle=True, generator=generator(1), num_workers=n) for name in "ab"} for n in (0, 1)]
+    trainer = quiet_trainer(StatefulDataCallback(), max_steps=3)
+    trainer.fit(Records(), data[0])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(StateMismatchError, match="draws_apart"):
+        quiet_trainer(StatefulDataCallback(), max_steps=5).fit(Records(), data[1], ckpt_path=tmp_path / "last.ckpt")
 
 
 def test_workers_whose_samples_are_not_seeded_draw_apart_too() -> None:
