@@ -65,6 +65,7 @@ _PARTS = {
     "epoch_begun": [bool],
     "flags": (str, bool),
     "passing": {str: str},
+    "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "pruned": [str],
     "results": Either(
         {},

@@ -23,11 +23,10 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import cut_epochs, module_flags, passing_values
+from lightning_stateful.module_state import cut_epochs, module_flags, optimizer_steps, passing_values
+from lightning_stateful.module_state.optimizer_steps import NUM_CHANGES
 
 _EPOCH_START = "on_train_epoch_start"
-# A tensor's count of changes, by which autograd tells that one was changed in place.
-_COUNT = "_version"
 # Numbers in a buffer up to which it is copied.
 _MOST_NUMBERS = 2**16
 # Weights that are named.
@@ -156,7 +155,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         callback decides. ``epoch_begun``: whether each has done so for the epoch that begins. ``pruned``: of each
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
-        which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds.
+        which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
+        manual optimization makes inexact.
     """
     if trainer is None:
         return {}
@@ -183,6 +183,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["flags"] = known
     if passing := passing_values.changed(trainer, "passing"):
         found["passing"] = passing
+    if steps := optimizer_steps.inexact_steps(trainer):
+        found["steps"] = steps
     _warn_of_buffers(trainer, progress, started)
     return found
 
@@ -222,6 +224,7 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
         progress: Where the run goes on.
     """
     callbacks = _callbacks(trainer)
+    optimizer_steps.warn_of_inexact_steps(saved.get("steps", {}))
     if replaced := saved.get("replaced"):
         rank_zero_warn(
             f"The checkpoint was written within a validation in which weights of the module ({_some(list(replaced))}) "
@@ -334,7 +337,7 @@ def note_buffers(trainer: pl.Trainer) -> None:
 
 def _noted(buffer: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """A buffer, how often it was changed, and a copy of a small one, as ``buffer.data`` may be changed uncounted."""
-    return buffer, getattr(buffer, _COUNT), buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
+    return buffer, getattr(buffer, NUM_CHANGES), buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
 
 
 def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
@@ -355,7 +358,7 @@ def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
 def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
     if copied is not None:
         return now.shape != copied.shape or now.device != copied.device or not torch.equal(now, copied)
-    return now is not was or getattr(now, _COUNT) != version
+    return now is not was or getattr(now, NUM_CHANGES) != version
 
 
 def _is_within(progress: LoopProgress, started: int) -> bool:

@@ -329,9 +329,8 @@ class TrainLoaders:
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
         # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        key = drawn_key(loader)
-        how = {"drawn_as": self._drawn_as.setdefault(key, path) if key else None}
-        patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
+        first = self._drawn_as.setdefault(key, path) if (key := drawn_key(loader)) else None
+        patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=first)
         patched.leave_out(self._settings.skip)
         loader = getattr(loader, held) if (held := held_loader(loader)) else loader
         if overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):

@@ -46,7 +46,6 @@ OWNERS = ("self", "sys")
 KEPT_THERE = {
     "_before_epoch",
     "_ended_early",
-    "_step_hook",
     "_validated",
     "_lifted_max_steps",
     "_resuming_from_checkpoint",

@@ -246,6 +246,7 @@ def test_what_the_module_sets_itself_is_not_warned_of(tmp_path: Path, model: Any
 
 
 @pytest.mark.filterwarnings("ignore:A checkpoint is being written after batch")  # of BatchNorm's statistics
+@pytest.mark.filterwarnings("ignore:.*an optimizer ha[sd] stepped:lightning_stateful.errors.StatefulWarning")
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward"])
 @pytest.mark.parametrize("model", [Adversarial, ByHand])
 def test_what_is_frozen_for_a_while_in_a_step_that_was_saved_within_is_not_warned_of(
