@@ -374,6 +374,8 @@ class SamplerPass:
             )
             return
         hint = f"See that {order.name}.load_state_dict leads back to this very item. " if of_state else ""
+        if order.remembers and not of_state:
+            hint = "Its earlier passes were begun again: let no hook restore, within an epoch, what they change. "
         remedy = (
             f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
             f"{hint}If it depends on anything else (training, time, the order of a set, another process), make it "

@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 
 SAMPLES = 12
 
@@ -38,6 +38,15 @@ class Counts(IterableDataset[Any]):
 
     def restore(self, state: Any) -> None:
         vars(self).update(state)
+
+
+class CountedIndices(Sampler[int]):
+    """A sampler that does so."""
+
+    __init__, __iter__, state, restore = Counts.__init__, Counts.__iter__, Counts.state, Counts.restore
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class CountsBehind(Counts):
@@ -121,7 +130,8 @@ class Restores(pl.Callback):
     """Saves what a dataset has, and restores it in a hook, if in any."""
 
     def __init__(self, dataset: Any, where: str) -> None:
-        self.dataset, self.where, self.state = dataset, where, None
+        self.dataset, self.where = dataset, where
+        self.state: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"of": self.dataset.state()}
@@ -148,6 +158,8 @@ def fit(
     limits = {"limit_val_batches": 0, "enable_checkpointing": True, **options}
     trainer = quiet_trainer(*callbacks, max_epochs=epochs, default_root_dir=folder, **limits)
     loader: Any = dataset if kind is Batches else DataLoader(dataset, batch_size=4)
+    if kind is CountedIndices:
+        loader = DataLoader(torch.arange(SAMPLES), batch_size=4, sampler=dataset)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, loader, ckpt_path=folder / f"{of}.ckpt" if of else None)
@@ -218,3 +230,11 @@ def test_a_resume_within_an_epoch_names_what_a_hook_has_restored(tmp_path: Path,
     assert fit(kind, tmp_path, "within")[0] == whole[4:]
     with pytest.raises(PositionError, match=f"changes {kind.__name__}.* is another here than before the first pass"):
         fit(kind, tmp_path, "within", "load_state_dict")
+
+
+def test_a_sampler_that_a_hook_restores_within_an_epoch_is_refused_by_that_cause(tmp_path: Path) -> None:
+    whole, _ = fit(CountedIndices, tmp_path)
+    assert fit(CountedIndices, tmp_path, "within")[0] == whole[4:]
+    assert fit(CountedIndices, tmp_path, "epoch=1", "load_state_dict")[0] == whole[6:]
+    with pytest.raises(StateMismatchError, match="let no hook restore, within an epoch, what they change"):
+        fit(CountedIndices, tmp_path, "within", "load_state_dict")
