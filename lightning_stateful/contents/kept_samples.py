@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from lightning_stateful.generators.attributes import can_be_read, reached
 from lightning_stateful.generators.rng import GENERATORS, Randomness, state_of_generator
 
 T = TypeVar("T")
+# What functools.lru_cache and functools.cache make of a function.
+CACHED = type(lru_cache(len))
 # Longer lists are data, and not looked at.
 _MOST_ITEMS = 2**16
 
@@ -105,7 +108,12 @@ def _states_of_process() -> tuple[Any, ...]:
 
 
 def _size(value: Any) -> int:
-    """The items of a dict or a set; those of a list, tensor or array that are neither None nor False; 0 for others."""
+    """The items of a dict or a set; those of a list, tensor or array that are neither None nor False; 0 for others.
+
+    Of a function with a ``functools.lru_cache`` the results that this keeps.
+    """
+    if isinstance(value, CACHED):
+        return int(value.cache_info().currsize)
     if isinstance(value, (dict, set)):
         return dict.__len__(value) if isinstance(value, dict) else set.__len__(value)
     if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and can_be_read(value)):

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_stateful.contents.code_uses import Use, uses_of
-from lightning_stateful.contents.kept_samples import KeptSamples
+from lightning_stateful.contents.kept_samples import CACHED, KeptSamples
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import (
     BUILT_IN,
@@ -305,9 +305,14 @@ def _held(dataset: Any) -> Iterator[tuple[_Name, Any]]:
     yield from ((_Name("", type(dataset).__qualname__, name), item) for name, item in outside.items())
     for value, place in islice(_users(dataset), _MOST_HOLDERS):
         is_function = isinstance(value, FunctionType)
-        held = _named_by(value) if is_function else attributes_of(value)
+        held = _named_by(value) if is_function else {**_cached_methods(type(value)), **attributes_of(value)}
         holder = value.__qualname__ if is_function else type(value).__qualname__
         yield from ((_Name(_way(place), holder, name), item) for name, item in held.items())
+
+
+def _cached_methods(kind: type) -> dict[str, Any]:
+    """The methods of a class whose results a ``functools.lru_cache`` keeps."""
+    return {name: value for of in kind.__mro__ for name, value in vars(of).items() if isinstance(value, CACHED)}
 
 
 def _users(dataset: Any) -> Iterator[tuple[Any, Place]]:

@@ -39,6 +39,8 @@ _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
+# Stands for a value that is missing, or has no text, as a list of tensors.
+_UNSHOWN = "something else"
 # Ends the text of a value that workers share.
 _SHARED = " in shared memory"
 _DEFAULTS = (bool, int, float, str)
@@ -279,9 +281,9 @@ class DatasetSettings:
             in_copies = in_workers and not latest.endswith(_SHARED)
             saved, present = began if in_copies else latest, now.get(name, "")
             if present != saved and (in_copies or present == built.get(name, "")):
-                wrong[name] = f"{name} was {saved or 'missing'} and is {present or 'missing'}"
+                wrong[name] = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
             elif name in self._as_built.get(path, ()):
-                change = f"{name} was {saved or 'missing'}, and went from {built.get(name) or 'missing'} to {present}"
+                change = f"{name} was {saved or _UNSHOWN}, and went from {built.get(name) or _UNSHOWN} to {present}"
                 if present == first:
                     # One that goes by the epoch would hardly be what it was in an earlier one.
                     wrong[name] = change
@@ -327,7 +329,7 @@ class DatasetSettings:
         began = self._at_begin[path]
         names = self._set_by_hooks(path, changed_names(began, now))
         left = [
-            f"{name} was {began.get(name) or 'missing'} and is {now.get(name) or 'missing'}"
+            f"{name} was {began.get(name) or _UNSHOWN} and is {now.get(name) or _UNSHOWN}"
             for name in names
             if not now.get(name, "").endswith(_SHARED)
         ]
@@ -355,7 +357,7 @@ class DatasetSettings:
         for name, began in copies.items():
             present = now.get(name, "")
             if began != present and not present.endswith(_SHARED):
-                wrong[name] = f"{name} was {began or 'missing'} and is {present or 'missing'}"
+                wrong[name] = f"{name} was {began or _UNSHOWN} and is {present or _UNSHOWN}"
         if wrong:
             self.said.setdefault(path, set()).update(wrong)
             rank_zero_warn(

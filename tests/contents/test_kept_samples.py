@@ -84,19 +84,45 @@ def by_lru_cache(dataset: Caches, index: int) -> Any:
     return squared(index) + torch.rand(())
 
 
+def drawn_by_lru_cache() -> Caches:
+    @lru_cache
+    def cache(index: int) -> float:
+        return index + random.random()
+
+    return Caches(lambda dataset, index: cache(index))
+
+
+def drawn_by_cached_method() -> Caches:
+    class Caching(Caches):
+        __qualname__ = "Caches"
+
+        @lru_cache  # noqa: B019
+        def cache(self, index: int) -> Any:
+            return index + torch.rand(())
+
+        def __getitem__(self, index: int) -> Any:
+            return {"id": index, "x": self.cache(index)}
+
+    made = Caching(plain)
+    del made.cache
+    return made
+
+
 KEPT = {
     "dict": lambda: Caches(augmented),
     "list": lambda: Caches(in_list, [None] * SIZE),
     "tensor and mask": lambda: Caches(in_tensor, torch.zeros(SIZE, dtype=torch.bool)),
     "array as mask": lambda: Caches(in_tensor, np.zeros(SIZE, dtype=bool)),
     "list as mask": lambda: Caches(in_tensor, [False] * SIZE),
+    "lru_cache": drawn_by_lru_cache,
+    "lru_cache of a method": drawn_by_cached_method,
 }
 HARMLESS: dict[str, Callable[[], Caches]] = {
     "plain": lambda: Caches(plain),
     "tensor, augmented later": lambda: Caches(plain_in_tensor, torch.zeros(SIZE, dtype=torch.bool)),
     "augmented later": lambda: Caches(plain_then_augmented),
     "pairs": lambda: Caches(in_pairs),
-    "lru_cache": lambda: Caches(by_lru_cache),
+    "lru_cache, augmented later": lambda: Caches(by_lru_cache),
 }
 
 
@@ -116,7 +142,7 @@ def test_only_what_was_drawn_is_warned_of_and_nothing_is_read_otherwise(
     make: Any = (KEPT | HARMLESS)[name]
     batches, said = read(make)
     assert len(said) == (name in KEPT)
-    assert all("Caches keeps samples in 'cache' that it has drawn random numbers for" in one for one in said)
+    assert all("keeps samples in 'cache' that it has drawn random numbers for" in one for one in said)
     monkeypatch.setattr(batch_reader, "ReadWatch", lambda *args, **options: None)
     assert str(read(make)[0]) == str(batches)
 
