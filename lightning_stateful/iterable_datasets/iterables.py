@@ -38,6 +38,8 @@ from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
+# So many batches are read again from the beginning of a pass, in place of the state behind the first one.
+_FROM_BEGINNING = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +133,14 @@ class IterableSlot:
         ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``:
         ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
         batches ago; of one that is its own iterator, as torchdata has it, the latter alone. ``first``, a digest of the
-        batches since, or of the first one; ``generators``, one of random generators that it holds. Without a state:
-        ``samples``, digests of some samples; ``passes``, of each pass before, in the same process, the batches read, as
-        ``-1 - batches`` if read to its end; ``changes``, whether the end of one of them has changed the dataset;
-        ``draws``, whether samples were drawn from a random generator in it; ``outside``, digests of what passes have
-        changed outside of it, from before the first pass; ``built``, ``begun`` and ``left``, see
-        :class:`~.pass_history.ChangedAttributes`. Before the first batch ``ended``, the same of the pass
-        before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed over).
+        batches since, but for the first of several, or of the first one of a pass; ``generators``, one of random
+        generators that it holds. Without a state: ``samples``, digests of some samples; ``passes``, of each pass
+        before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether the
+        end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in it;
+        ``outside``, digests of what passes have changed outside of it, from before the first pass; ``built``, ``begun``
+        and ``left``, see :class:`~.pass_history.ChangedAttributes`. Up to the second batch ``ended``, the same of the
+        pass before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed
+        over).
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -166,8 +169,9 @@ class IterableSlot:
         self._found: list[Any] = []
         self._drawn: Randomness | None = None
         self._number = 0  # Of the pass, in the history.
-        # The dataset's state after the latest batch, if it is kept from the next one on.
+        # The dataset's state after the latest batch, and that after the one before: either is kept two batches later.
         self._next_state: NodeState | None = None
+        self._waiting: NodeState | None = None
 
     def __iter__(self) -> IterableSlot:
         return self
@@ -208,8 +212,8 @@ class IterableSlot:
         held, is_here = self._held, self._task.is_here and not self._history.is_behind
         self._history.is_behind = False
         if not is_here:
-            # The state behind the first batch would be used unproven.
-            again = {**held, "state": None, "since": 1} if self._can_begin_again(held) else held
+            # The state behind the first batch would be used unproven, or by a batch that may be drawn otherwise.
+            again = {**held, "state": None, "since": held["batches"]} if self._can_begin_again(held) else held
             self._bring(again)
         if self._samples is None:
             self._begin_pass(self.epoch)
@@ -218,13 +222,13 @@ class IterableSlot:
         self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
         # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
-        ended = held["ended"] if held["batches"] < 2 else None
+        ended = held["ended"] if held["batches"] <= _FROM_BEGINNING else None
         self._held = {**held, "ended": ended, "passes": passes, **self._history.noted()}
 
     def _can_begin_again(self, held: NodeState) -> bool:
-        """Whether the one batch that was given behind a known beginning of the pass can be read again from there."""
+        """Whether the one or two batches given behind a known beginning of the pass can be read again from there."""
         is_known = not (has_state(self._dataset) and self._config.stays and self.epoch) or held["ended"]
-        return bool(held["batches"] == 1 and held["state"] is not None and is_known)
+        return bool(0 < held["batches"] <= _FROM_BEGINNING and held["state"] is not None and is_known)
 
     def _begin_pass(self, epoch: int) -> None:
         """Begin a pass as torch does, with the dataset as it stands."""
@@ -352,8 +356,6 @@ class IterableSlot:
         """Read, and leave out, what was given since the state, or the beginning of the pass."""
         if self._held["state"] is not None:
             self._is_read_again(held, self.epoch, held["batches"] - held["since"])
-            if held["state"] is not None and self._is_due(held["state"], held["since"]):
-                self._next_state = self._own_state()
             return
         found, first = 0, FirstSamples()
         for number in range(held["batches"]):
@@ -376,9 +378,12 @@ class IterableSlot:
         first = None
         for later in range(number, number + held["since"]):
             batch = self._read_batch(epoch, later)
-            if number and first is None:
+            if number and later == number:
                 self._history.loaded = digest_of_sample(batch, only_labels=False)
-            first = self._digest_of(batch, first)
+            if later > number or held["since"] == 1:
+                first = self._digest_of(batch, first)
+            if epoch == self.epoch:
+                self._take_state_again(later + 1)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
             self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
@@ -442,13 +447,26 @@ class IterableSlot:
             return {"state": self._own_state(), "since": 0, "first": self._digest_of(batch, None) if batch else None}
         if not batch:
             return {"since": held["since"]}
-        since, next_state = held["since"], self._next_state
-        changes: NodeState = {"since": since + 1, "first": self._digest_of(batch, held["first"] if since else None)}
-        if next_state is not None:
-            changes = {"state": next_state, "since": 1, "first": self._digest_of(batch, None)}
-        state = held["state"] if next_state is None else next_state
-        self._next_state = self._own_state() if self._is_due(state, changes["since"]) else None
-        return {**changes, "ended": None}
+        since = held["since"] + 1
+        # Of several batches the first one is not compared: numbers may have been drawn on the way there.
+        changes: NodeState = {"since": since, "first": self._digest_of(batch, held["first"] if since > 2 else None)}
+        if self._waiting is not None:
+            changes = {"state": self._waiting, "since": 2, "first": self._digest_of(batch, None)}
+        self._take_state(changes.get("state") or held["state"], changes["since"])
+        return {**changes, "ended": held["ended"] if held["batches"] < _FROM_BEGINNING else None}
+
+    def _take_state(self, state: Any, since: int) -> None:
+        """Take the dataset's state if it is due, so many batches after the one that is kept."""
+        self._waiting = self._next_state
+        is_due = self._is_due(state, since) if self._waiting is None else self._is_due(self._waiting, 1)
+        self._next_state = self._own_state() if is_due else None
+
+    def _take_state_again(self, number: int) -> None:
+        """Take the states that were taken before a resume behind one of the last batches, of which so many are read."""
+        state, since = self._held["state"], self._held["since"]
+        behind = number - self._held["batches"] + since
+        if behind >= max(since - 1, 1):
+            self._take_state(state, behind)
 
     def _compare_with_loaded(self, batch: list[Any]) -> None:
         """Say if a pass after one that has ended begins where a state was loaded."""

@@ -12,7 +12,7 @@ from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.stream_nodes.nodes import NodeState
 
 # A state is taken after the first batch, and then after one more sample, or batch of an iterable of them, for each so
-# many of its characters as JSON. It is kept once a batch was read behind it: a resume reads that again, and compares.
+# many of its characters as JSON. It is kept once two batches were read behind it, which a resume reads again.
 _CHARACTERS_A_SAMPLE, _CHARACTERS_A_BATCH = 16, 2**14
 
 # Errors of a load_state_dict, or of a node's reset, that is given what it never gave.

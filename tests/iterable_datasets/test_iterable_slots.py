@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_a_state_leads_to_the_very_sample_and_stays_as_it_is(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Rich, OnIterator])
 def test_a_state_that_nothing_takes_any_more_is_refused(kind: Any) -> None:
     slot = slot_of(kind())
-    next(slot), next(slot)
+    next(slot), next(slot), next(slot)
     with pytest.raises(StateError, match=r"Numbers \(rank 0, worker 0\) .*load_state_dict"):
         next(slot_of(Numbers(), slot.state()))
 
@@ -149,9 +150,9 @@ def test_a_state_without_the_generator_of_later_passes_is_told(number: int) -> N
         state = slot.state()
         resumed = slot_of(Shuffled(in_state=in_state), state)
         assert next(resumed) == next(slot)
-        # The pass that it draws for one batch is begun again.
+        # The pass that it draws is begun again for one or two batches.
         said = ["holds a random generator that does not stand where" in one for one in resumed.said]
-        assert said == [True] * (not in_state and number > 1)
+        assert said == [True] * (not in_state and number > 2)
         silent = slot_of(Shuffled(in_state=in_state), state, is_checked=False)
         next(silent)
         # Of a copy that ends with the pass nothing is drawn later.
@@ -159,6 +160,28 @@ def test_a_state_without_the_generator_of_later_passes_is_told(number: int) -> N
         next(of_copy)
         assert not silent.said
         assert not of_copy.said
+
+
+class SkipsAhead(GoesOnWithState):
+    """Draws random numbers for each sample, also for those that it leaves out on the way to its position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = ((number, float(torch.rand(()))) for number in range(20))
+        for sample in islice(drawn, self.at, None):
+            self.at += 1
+            yield sample
+        self.at = 0
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_what_is_drawn_on_the_way_to_a_position_is_not_taken_for_another_position(number: int) -> None:
+    slot = slot_of(SkipsAhead(), sample_seed=0)
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(SkipsAhead(), slot.state(), sample_seed=0)
+    assert next(resumed) == next(slot)
+    assert not resumed.said
+    assert resumed.state() == slot.state()
 
 
 class InThread(Numbers):

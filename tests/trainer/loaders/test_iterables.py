@@ -177,11 +177,11 @@ def test_epochs_are_those_of_lightning_alone(options: dict[str, Any]) -> None:
     assert batches(train_alone(Fixed, **options).ledger) == batches(train(Fixed, **options).ledger)
 
 
-def test_a_state_is_that_of_the_batch_trained_on_and_one_is_fetched_again_to_compare(tmp_path: Path) -> None:
+def test_a_state_is_that_of_the_batch_trained_on_and_two_are_fetched_again_to_compare(tmp_path: Path) -> None:
     before = ended(tmp_path / "middle.ckpt", Remembers, run=train_alone, max_steps=4)
     Remembers.fetched = 0
     resumed = train_alone(Remembers, ckpt_path=tmp_path / "middle.ckpt", max_epochs=1)
-    assert Remembers.fetched == 8
+    assert Remembers.fetched == 9
     assert batches(before.ledger + resumed.ledger) == batches(train_alone(Remembers, max_epochs=1).ledger)
 
 
