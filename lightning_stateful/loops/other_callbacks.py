@@ -80,12 +80,6 @@ def finish_averaging(trainer: pl.Trainer) -> None:
             callback.on_train_end(trainer, module)
 
 
-def clear_stale_gradients(trainer: pl.Trainer) -> None:
-    """Clear gradients in an epoch that only updates BatchNorm's statistics: Lightning takes a step at its end."""
-    if trainer.fit_loop._skip_backward:
-        _module(trainer).zero_grad()
-
-
 def waits_to_stop(trainer: pl.Trainer, epochs: int) -> bool:
     """Whether the run has been told to stop (by EarlyStopping, say) and waits for ``min_epochs`` or ``min_steps``.
 

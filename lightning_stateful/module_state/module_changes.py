@@ -23,8 +23,8 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import cut_epochs, module_flags, optimizer_steps, passing_values
-from lightning_stateful.module_state.optimizer_steps import NUM_CHANGES
+from lightning_stateful.module_state import cut_epochs, manual_steps, module_flags, passing_values
+from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 
 _EPOCH_START = "on_train_epoch_start"
 # Numbers in a buffer up to which it is copied.
@@ -183,7 +183,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["flags"] = known
     if passing := passing_values.changed(trainer, "passing"):
         found["passing"] = passing
-    if steps := optimizer_steps.inexact_steps(trainer):
+    if steps := manual_steps.inexact_steps(trainer):
         found["steps"] = steps
     _warn_of_buffers(trainer, progress, started)
     return found
@@ -224,7 +224,7 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
         progress: Where the run goes on.
     """
     callbacks = _callbacks(trainer)
-    optimizer_steps.warn_of_inexact_steps(saved.get("steps", {}))
+    manual_steps.warn_of_inexact_steps(saved.get("steps", {}))
     if replaced := saved.get("replaced"):
         rank_zero_warn(
             f"The checkpoint was written within a validation in which weights of the module ({_some(list(replaced))}) "

@@ -450,7 +450,7 @@ class StatefulDataCallback(pl.Callback):
         self._phase = Training(loop_progress.note_batch(trainer), phase.validation_epoch)
         self._results.note_batch(trainer)
         self.settings.ledger.begin_batch(trainer)
-        other_callbacks.clear_stale_gradients(trainer)
+        optimizer_steps.begin_batch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Refuse a step that took several batches through ``dataloader_iter``; log what is asked for.

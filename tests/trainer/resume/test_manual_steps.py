@@ -1,4 +1,4 @@
-"""Manual optimization: a checkpoint between two steps of an optimizer lacks what gradients have added up."""
+"""Manual optimization: a checkpoint between two steps of an optimizer lacks gradients that have been added up."""
 
 from __future__ import annotations
 
@@ -77,14 +77,65 @@ class Adversarial(Manual):
 
 
 class SkipsOne(Manual):
-    """Steps in every batch but for one, which it leaves out."""
+    """Steps in every batch but for one, which it leaves out, or of which it leaves out the step."""
+
+    has_gradients = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 4:
-            optimizer: Any = self.optimizers()
+        optimizer: Any = self.optimizers()
+        if batch_idx != 4 or self.has_gradients:
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
+        if batch_idx != 4:
             optimizer.step()
+
+
+class SkipsAStep(SkipsOne):
+    has_gradients = True
+
+
+class Seldom(Adversarial):
+    """The second network steps in every third batch, and clears before what the loss of the first has left."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            if not number or batch_idx % EVERY == EVERY - 1:
+                optimizer.zero_grad()
+                self.manual_backward(self.other(self.layer(batch.float()[:, None].expand(-1, 32))).square().mean())
+                optimizer.step()
+
+
+class ForTheLog(Manual):
+    """Adds gradients behind the step, to log them, which the next batch clears."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.manual_backward(self.loss(batch))
+
+
+class OfTwo(Adversarial):
+    """One optimizer steps in every batch, the other in every second one, on the gradients of both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.other(self.layer(batch.float()[:, None].expand(-1, 32))).square().mean())
+        for number, optimizer in enumerate(self.optimizers()):
+            if not number or batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class OneLater(Manual):
+    """Steps at the beginning of the next batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
 
 
 def fit(model: Manual, checkpoint: Path | None = None) -> list[str]:
@@ -115,12 +166,22 @@ def test_a_checkpoint_between_two_steps_is_warned_of_as_it_is_written_and_on_the
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, SkipsOne])
+@pytest.mark.parametrize("kind", [Adversarial, SkipsOne, SkipsAStep, Seldom, ForTheLog])
 def test_gradients_that_nobody_steps_on_are_not_warned_of(tmp_path: Path, kind: Any) -> None:
-    whole, resumed = kind(tmp_path, (4, 5)), kind()
+    whole = kind(tmp_path, (3, 4, 5))
     assert not fit(whole)
-    assert not fit(resumed, tmp_path / "4.ckpt")
-    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    for behind in (3, 4):
+        resumed = kind()
+        assert not fit(resumed, tmp_path / f"{behind}.ckpt")
+        assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("kind", [OfTwo, OneLater])
+def test_gradients_are_missed_where_another_optimizer_has_stepped_since(tmp_path: Path, kind: Any) -> None:
+    whole, resumed = kind(tmp_path, (4,)), kind()
+    assert len(fit(whole)) == 1
+    assert "lacks gradients that had been added up" in fit(resumed, tmp_path / "4.ckpt")[0]
+    assert not torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
 def test_a_checkpoint_within_a_batch_that_has_stepped_an_optimizer_is_warned_of(tmp_path: Path) -> None:
