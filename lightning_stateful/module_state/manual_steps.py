@@ -21,11 +21,12 @@ _HOOKS, _STEPS = "_manual_hooks", "_manual_steps"
 _WARNINGS = {
     "gradients": (
         "A checkpoint is being written when gradients have been added up since the latest step of an optimizer (manual "
-        "optimization). No checkpoint holds them, so a resume from it is not exact: its next step is taken on fewer "
-        "batches. Save behind a step, as ModelCheckpoint(every_n_train_steps=...) does, which counts these steps.",
+        "optimization). No checkpoint holds them: its next step is taken on fewer batches, so a resume is not exact, "
+        "unless they are cleared before that. Save behind a step, as ModelCheckpoint(every_n_train_steps=...) does, "
+        "which counts these steps.",
         "The checkpoint lacks gradients that had been added up when it was written, between two steps of an optimizer "
-        "(manual optimization). The next step is taken on fewer batches, so the resume is not exact. Resume from a "
-        "checkpoint that was written behind a step.",
+        "(manual optimization). The next step is taken on fewer batches, so the resume is not exact, unless they are "
+        "cleared before that. Resume from a checkpoint that was written behind a step.",
     ),
     "stepped": (
         "A checkpoint is being written within batch {} of epoch {}, in which an optimizer has stepped already (manual "
