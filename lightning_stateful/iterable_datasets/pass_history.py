@@ -209,9 +209,8 @@ class ChangedAttributes:
         there = [
             name for name in names if begun.get(name) not in (None, built[name]) and now.get(name, "") == begun[name]
         ]
-        others = [
-            name for name in names if name not in there and now.get(name, "") != (begun if there else built)[name]
-        ]
+        expected = begun if there else built
+        others = [name for name in names if name not in there and now.get(name, "") != expected.get(name)]
         if not others:
             return bool(there), ""
         if there:
