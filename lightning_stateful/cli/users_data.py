@@ -30,7 +30,7 @@ from lightning_stateful.errors import (
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.packed_dataset import PackedDataset
-from lightning_stateful.loaders.patching import build_patched, drawn_key
+from lightning_stateful.loaders.patching import build_patched, drawn_as
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.state import walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
@@ -121,15 +121,14 @@ def build_data(
     accepted = tuple(dict.fromkeys([*settings.accept, *accept]))
     made_loaders, is_restored = _loaders_of(made, factory, checkpoint)
     structure = Structure.of(made_loaders)
-    drawn_as: dict[str, str] = {}
+    shared = drawn_as(structure.loaders)
     loaders = {}
     for path, loader in structure.loaders.items():
-        key = drawn_key(loader)
         loaders[path] = build_patched(
             loader,
             seed=settings.seed,
             path=path,
-            drawn_as=drawn_as.setdefault(key, path) if key else None,
+            drawn_as=shared[path],
             num_replicas=ranks,
             rank=0,
             seed_samples=settings.seed_samples,

@@ -32,7 +32,7 @@ from lightning_stateful.loaders.description import (
 from lightning_stateful.loaders.loaders_beside import warn_of_held_loaders
 from lightning_stateful.loaders.own_iteration import held_loader, without_repeats
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
-from lightning_stateful.sampler_copies.sampler_copy import digest_of_generators
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_generators, generators_in
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rank_exchange import kinds_drawn_apart
@@ -433,10 +433,25 @@ def _draws_alike_at_samples(loader: Any) -> bool:
     return bool(loader.num_workers and loader.generator is not None)
 
 
-def drawn_key(loader: Any) -> str:
-    """A digest of the generators that a loader draws its order from; empty if it draws from none of its own."""
-    drawn = isinstance(loader, DataLoader) and not isinstance(loader, TrackedLoader)
-    return digest_of_generators(loader.generator, loader.sampler, loader.batch_sampler) if drawn else ""
+def drawn_as(loaders: Mapping[str, Any]) -> dict[str, str | None]:
+    """By path, the path of the first of some loaders that draws the same order in torch; None for a loader's own.
+
+    These are loaders whose generators are of one state, and not one generator, from which they draw in turn.
+
+    Args:
+        loaders: The loaders as the user made them.
+    """
+    found: dict[str, str | None] = dict.fromkeys(loaders)
+    first: dict[str, str] = {}
+    seen: dict[int, Any] = {}
+    for path, loader in loaders.items():
+        if not isinstance(loader, DataLoader) or isinstance(loader, TrackedLoader):
+            continue
+        generators = generators_in(loader.generator, loader.sampler, loader.batch_sampler)
+        if generators and not any(id(one) in seen for one in generators):
+            found[path] = first.setdefault(digest_of_generators(*generators), path)
+        seen |= {id(one): one for one in generators}
+    return found
 
 
 def length_of(loader: AnyLoader) -> int:

@@ -307,10 +307,15 @@ def digest_of_contents(
 
 def digest_of_generators(*holders: Any) -> str:
     """Digest of the states of all random generators that objects hold; empty if they hold none."""
+    states = [state_of_generator(generator) for generator in generators_in(*holders)]
+    return hex_digest("".join(states).encode(), size=16) if states else ""
+
+
+def generators_in(*holders: Any) -> list[Any]:
+    """The random generators that objects hold, or are, each once."""
     found = [generator for holder in holders for generator in SamplerParts(holder).generators.values()]
     found += [holder for holder in holders if isinstance(holder, GENERATORS)]
-    states = [state_of_generator(generator) for generator in dict.fromkeys(found)]
-    return hex_digest("".join(states).encode(), size=16) if states else ""
+    return list(dict.fromkeys(found))
 
 
 def generators_outside(sampler: Any, dataset: Any = None) -> list[tuple[Path, GeneratorState]]:

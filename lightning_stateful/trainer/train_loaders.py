@@ -21,7 +21,7 @@ from lightning_stateful.loaders.patching import (
     AnyLoader,
     build_patched,
     dealt_otherwise,
-    drawn_key,
+    drawn_as,
     is_patched,
     is_shuffled,
     length_of,
@@ -143,8 +143,8 @@ class TrainLoaders:
         refuse_no_loaders(trainer, structure)
         if settings.skip is not None:
             settings.skip.refuse_several(structure.loaders)
-        # By the state of the generators that a loader was given: the path of the first such loader.
-        self._drawn_as: dict[str, str] = {}
+        # Pairs of samples may depend on it.
+        self._drawn_as = drawn_as(structure.loaders)
         self.combined = CombinedLoaders(
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
@@ -328,9 +328,8 @@ class TrainLoaders:
             )
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
-        # Loaders with generators of one state draw the same orders in torch, and pairs of samples may depend on that.
-        first = self._drawn_as.setdefault(key, path) if (key := drawn_key(loader)) else None
-        patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=first)
+        how = {"drawn_as": self._drawn_as[path]}
+        patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
         patched.leave_out(self._settings.skip)
         loader = getattr(loader, held) if (held := held_loader(loader)) else loader
         if overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):

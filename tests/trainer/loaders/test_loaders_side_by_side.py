@@ -145,6 +145,16 @@ def test_samples_are_drawn_alike_by_equal_generators_where_they_are_in_torch(mak
     assert (plain[0] == plain[1]) is is_alike
 
 
+def test_loaders_that_share_one_generator_or_sampler_draw_from_it_in_turn_as_in_torch() -> None:
+    shared = generator(1)
+    a, b = served({name: a_loader(shuffle=True, generator=shared) for name in "ab"})
+    assert sum(one == other for one, other in zip(order_of(a), order_of(b), strict=True)) < 3
+    assert not drawn(a) & drawn(b)
+    sampler = RandomSampler(range(LENGTH), generator=generator(1))
+    a, b = served({name: a_loader(sampler=sampler) for name in "ab"})
+    assert sum(one == other for one, other in zip(order_of(a), order_of(b), strict=True)) < 3
+
+
 def test_a_resume_on_workers_is_refused_where_samples_would_be_drawn_alike(tmp_path: Any) -> None:
     data = [{name: a_loader(shuffle=True, generator=generator(1), num_workers=n) for name in "ab"} for n in (0, 1)]
     trainer = quiet_trainer(StatefulDataCallback(), max_steps=3)
