@@ -46,6 +46,7 @@ _SHAPE = {
     "set_within?": {"within": {str: str}, "ahead": [str]},
     "alike?": [str],
     "copies?": {str: str},
+    "generators?": str,
 }
 
 

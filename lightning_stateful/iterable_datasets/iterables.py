@@ -94,8 +94,7 @@ class IterableConfig:
     @property
     def counts_passes(self) -> bool:
         """Whether earlier passes may decide what a pass gives, and no state and no ``set_epoch`` says so."""
-        is_told = has_state(self.dataset) or callable(getattr(self.dataset, "set_epoch", None))
-        return self.stays and not is_told
+        return self.stays and not is_told(self.dataset)
 
     def open(self, task: IterableTask) -> IterableSlot:
         """Open the reader of a worker slot's batches."""
@@ -139,8 +138,7 @@ class IterableSlot:
         end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in it;
         ``outside``, digests of what passes have changed outside of it, from before the first pass; ``built``, ``begun``
         and ``left``, see :class:`~.pass_history.ChangedAttributes`. Up to the second batch ``ended``, the same of the
-        pass before, with ``number`` (the batch behind the state) and ``more`` (batches asked for and never handed
-        over).
+        pass before, with ``number`` (the batch behind the state) and ``more`` (batches never handed over).
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -490,6 +488,11 @@ class IterableSlot:
 
     def _name(self) -> str:
         return name_of_slot(self._config, self._task.rank, self._task.worker)
+
+
+def is_told(dataset: Any) -> bool:
+    """Whether a state, or ``set_epoch``, tells a dataset what it gives."""
+    return has_state(dataset) or callable(getattr(dataset, "set_epoch", None))
 
 
 def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:

@@ -16,8 +16,9 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
-from lightning_stateful.iterable_datasets.iterables import IterableConfig
+from lightning_stateful.iterable_datasets.iterables import IterableConfig, is_told
 from lightning_stateful.iterable_datasets.pass_history import (
+    KeptGenerators,
     beginning_of,
     digest_of_dataset,
     history_of,
@@ -91,6 +92,10 @@ class IterableOrder(StreamReader):
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
+        # Of workers that end with the epoch, each draws from a copy of what it holds here.
+        is_copied = is_watched and not self.settings.stays and not is_told(self.dataset)
+        self._copied = KeptGenerators(parts_of(self.dataset)) if is_copied else None
+        self._stood = ""
         # What its passes change here, with which hooks may see to it too.
         is_changed_here = self.settings.counts_passes and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
@@ -285,6 +290,7 @@ class IterableOrder(StreamReader):
             self._watch.is_within = progress.consumed > 0
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
+        self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
         if self._attributes is not None:
             within = progress.details.get("set_within", {}).get("within", {})
             self._attributes.set_by_hooks = {*progress.details.get("set", {}), *within}
@@ -296,6 +302,7 @@ class IterableOrder(StreamReader):
         details = super().details_at(epoch, step)
         found = {} if self._watch is None else self._watch.found(within=step > 0)
         details |= {"set": found} if found else {}
+        details |= {} if self._copied is None or step else self._copied.noted()
         within = {} if self._within is None else self._within.state(epoch, step)
         details |= {"set_within": within} if within else {}
         copies = {} if self._copies is None else self._copies.state()
@@ -306,6 +313,15 @@ class IterableOrder(StreamReader):
         if self._shares_workers or not self.settings.stays:
             # Workers read copies of the dataset as it is now, or was when they were started.
             self.settings.warn_of_others(epoch, lives_on=self._shares_workers)
+        if self._copied is not None and self._copied.stand_elsewhere(self._stood):
+            warnings.warn(
+                f"{self.name} holds a random generator that does not stand where it stood when the checkpoint was "
+                "written, and of which each worker has a copy: the resume is not exact, unless each pass seeds it. "
+                "Make it from a seed, or restore it in load_state_dict of a callback.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+        self._stood = ""
         if self._copies is not None:
             self._copies.note_begin(is_started=self.worker_iterator is not None)
         if self._watch is not None:

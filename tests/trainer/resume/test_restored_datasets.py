@@ -146,6 +146,13 @@ class Restores(pl.Callback):
             self.dataset.restore(self.state)
 
 
+class Unseeded(Draws):
+    """Shuffles by a generator without a seed."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+
 def fit(
     kind: Any, folder: Path, of: str = "", where: str = "", epochs: int = 4, **options: Any
 ) -> tuple[list[Any], list[str]]:
@@ -155,9 +162,10 @@ def fit(
         folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True, enable_version_counter=False
     )
     callbacks = (saves, Restores(dataset, where), StatefulDataCallback(seed=0))
+    workers = options.pop("num_workers", 0)
     limits = {"limit_val_batches": 0, "enable_checkpointing": True, **options}
     trainer = quiet_trainer(*callbacks, max_epochs=epochs, default_root_dir=folder, **limits)
-    loader: Any = dataset if kind is Batches else DataLoader(dataset, batch_size=4)
+    loader: Any = dataset if kind is Batches else DataLoader(dataset, batch_size=4, num_workers=workers)
     if kind is CountedIndices:
         loader = DataLoader(torch.arange(SAMPLES), batch_size=4, sampler=dataset)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
@@ -204,6 +212,17 @@ def test_one_that_is_restored_once_a_batch_was_read_is_warned_of(tmp_path: Path,
     assert len(said) == 1
     assert f"{kind.__name__}.{'epoch' if kind is Counts else 'generator'}" in said[0]
     assert "when the first batch of the resume had been read" in said[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_unseeded_generator_is_warned_of_unless_it_is_restored(tmp_path: Path, num_workers: int) -> None:
+    whole, _ = fit(Unseeded, tmp_path, epochs=3, num_workers=num_workers)
+    _, said = fit(Unseeded, tmp_path, "epoch=1", epochs=3, num_workers=num_workers)
+    assert len(said) == 1
+    assert "generator" in said[0]
+    resumed, said = fit(Unseeded, tmp_path, "epoch=1", "load_state_dict", epochs=3, num_workers=num_workers)
+    assert resumed == whole[6:]
+    assert not said
 
 
 def test_one_that_was_iterated_in_this_process_is_warned_of(tmp_path: Path) -> None:
