@@ -424,8 +424,9 @@ class FirstSamples(NamedTuple):
         if not is_as_long or self.labels != before.labels or (self.whole != before.whole and not before.differ):
             raise PositionError(
                 f"{where} with other samples than before the resume, so that nobody can say which of its samples "
-                "were trained on. Give it state_dict and load_state_dict, or an order that follows from "
-                "set_epoch(epoch), and make it anew for a resume; or resume from the end of an epoch. "
+                "were trained on. It is read again from its beginning: give a new process the dataset as it was built, "
+                "and let no hook restore its position or a count. Better, give it state_dict and load_state_dict, or an "
+                "order that follows from set_epoch(epoch); or resume from the end of an epoch. "
                 f'accept=("nondeterministic",) reads on behind as many samples.{"".join(f" {one}" for one in known)}'
             )
         if self.whole == before.whole or not is_seeded:
