@@ -171,6 +171,11 @@ class ChangedAttributes:
         # As they were behind the first batch of a resume, until the next one is read.
         self._behind_first: dict[str, str] | None = None
 
+    @property
+    def are_changed(self) -> bool:
+        """Whether passes change any."""
+        return bool(self._names)
+
     def note_begin(self, dataset: Any) -> None:
         """A pass over the dataset is about to begin."""
         self._begun, self._left = _digests_of_attributes(dataset), {}

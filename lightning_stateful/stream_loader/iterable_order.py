@@ -59,6 +59,8 @@ class IterableOrder(StreamReader):
     _has_warned = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
+    # Where the latest iteration began, if a state had been loaded for it.
+    _moved_to: tuple[int, int] | None = None
     # Whether it is known if ranks draw alike.
     _knows_draws = False
 
@@ -185,6 +187,7 @@ class IterableOrder(StreamReader):
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
         is_moved = (epoch, step) == self._moves_to
+        self._note_moved((epoch, step), is_moved)
         run = self._run_at(epoch, step)
         num_served, run.is_iterated = run.num_served, True
         try:
@@ -224,6 +227,19 @@ class IterableOrder(StreamReader):
             run.is_iterated = False
             if run is not self._run:
                 run.close()
+
+    def _note_moved(self, at: tuple[int, int], is_moved: bool) -> None:
+        """Warn where the pass that a resume begins with is begun a second time, as Lightning 2.5.0 does."""
+        is_again = not is_moved and at == self._moved_to and self.settings.is_checked
+        if is_again and self._attributes is not None and self._attributes.are_changed:
+            warnings.warn(
+                f"{self.name} changes itself from pass to pass, and the first pass of the resume was begun twice, as "
+                "by Lightning 2.5.0: the resume is not exact. Install a later version of Lightning, or give it "
+                "state_dict and load_state_dict.",
+                StatefulWarning,
+                stacklevel=4,
+            )
+        self._moved_to = at if is_moved else None
 
     def _warn_if_set(self, names: list[str]) -> None:
         if names and self.settings.is_checked:

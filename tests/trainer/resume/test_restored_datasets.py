@@ -21,6 +21,8 @@ from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 
 SAMPLES = 12
+BEGINS_TWICE = pl.__version__ == "2.5.0"
+pytestmark = pytest.mark.skipif(BEGINS_TWICE, reason="begins the first pass of a resume twice")
 
 
 class Counts(IterableDataset[Any]):
