@@ -358,3 +358,13 @@ def test_a_stream_of_shards_that_fails_is_over_for_that_worker_as_in_torch(num_w
     assert found.count(True) == found.count("end") == 2
     # With two, the other worker has read its shards.
     assert len([batch for batch in found if isinstance(batch, list)]) >= 1 + 3 * num_workers
+
+
+def test_a_pass_that_a_resume_begins_twice_is_warned_of() -> None:
+    loader = patched(Counts, "no workers")
+    assert [*loader, *loader]
+    resumed = patched(Counts, "no workers")
+    resumed.load_state_dict(loader.state_dict())
+    next(resumed.order.read(2, 0))
+    with pytest.warns(StatefulWarning, match="the first pass of the resume was begun twice"):
+        next(resumed.order.read(2, 0))
