@@ -101,6 +101,8 @@ class IterableOrder(StreamReader):
         # What its passes change here, with which hooks may see to it too.
         is_changed_here = self.settings.counts_passes and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
+        # Of one that is built for a later epoch another warning speaks.
+        self._is_first = not history_of(self.dataset)
 
     def _warn_of_drawn_orders(self) -> None:
         if draws_orders(getattr(self.dataset, "root", None)):
@@ -230,7 +232,7 @@ class IterableOrder(StreamReader):
 
     def _note_moved(self, at: tuple[int, int], is_moved: bool) -> None:
         """Warn where the pass that a resume begins with is begun a second time, as Lightning 2.5.0 does."""
-        is_again = not is_moved and at == self._moved_to and self.settings.is_checked
+        is_again = not is_moved and at == self._moved_to and self.settings.is_checked and self._is_first
         if is_again and self._attributes is not None and self._attributes.are_changed:
             warnings.warn(
                 f"{self.name} changes itself from pass to pass, and the first pass of the resume was begun twice, as "
