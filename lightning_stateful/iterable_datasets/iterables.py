@@ -167,7 +167,7 @@ class IterableSlot:
         self._found: list[Any] = []
         self._drawn: Randomness | None = None
         self._number = 0  # Of the pass, in the history.
-        # The dataset's state after the latest batch, and that after the one before: either is kept two batches later.
+        # The state after the latest batch, and that after the one before: either is kept two batches later.
         self._next_state: NodeState | None = None
         self._waiting: NodeState | None = None
 
@@ -218,7 +218,6 @@ class IterableSlot:
         if not is_here and again["since"]:
             self._read_again(again)
         self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
-        # Beside a state nothing is compared.
         passes = self._history[: self._number] if self._config.counts_passes else []
         ended = held["ended"] if held["batches"] <= _FROM_BEGINNING else None
         self._held = {**held, "ended": ended, "passes": passes, **self._history.noted()}
@@ -226,7 +225,9 @@ class IterableSlot:
     def _can_begin_again(self, held: NodeState) -> bool:
         """Whether the one or two batches given behind a known beginning of the pass can be read again from there."""
         is_known = not (has_state(self._dataset) and self._config.stays and self.epoch) or held["ended"]
-        return bool(0 < held["batches"] <= _FROM_BEGINNING and held["state"] is not None and is_known)
+        # Without seeds another order may be drawn there.
+        can_be = held["state"] is not None and self._config.sample_seed is not None
+        return bool(0 < held["batches"] <= _FROM_BEGINNING and can_be and is_known)
 
     def _begin_pass(self, epoch: int) -> None:
         """Begin a pass as torch does, with the dataset as it stands."""
@@ -259,7 +260,6 @@ class IterableSlot:
             is_there, changed = self._history.attributes.compare(self._dataset, held)
             others = [changed, self._history.compare_outside(self._dataset, held["outside"])]
             self.said += [f"{self._name()} {other}" for other in others if other]
-            # Nothing is to be begun again then.
             self._history += held["passes"][len(self._history) :] if is_there else []
             with keep_randomness():  # This pass draws from where the process stands, as without the stop.
                 self._begin_earlier_passes(held["passes"])

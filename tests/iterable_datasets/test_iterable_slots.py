@@ -405,3 +405,34 @@ def test_it_goes_on_behind_a_sample_that_fails_as_in_torch() -> None:
 )
 def test_samples_are_told_apart_by_labels_or_else_by_all_that_they_hold(one: Any, other: Any, is_same: bool) -> None:
     assert (digest_of_sample(one) == digest_of_sample(other)) is is_same
+
+
+class DrawsItsOrder(Numbers):
+    """Draws its order from the process as a pass begins, and has all of it in its state."""
+
+    order: list[int] | None = None
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.order is None:
+            self.order, self.at = random.sample(range(20), 20), 0
+        while self.at < 20:
+            self.at += 1
+            yield float(self.order[self.at - 1])
+        self.order = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order or ()), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = list(state["order"]), state["at"]
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_an_order_that_follows_no_seed_is_not_drawn_again_in_place_of_its_state(number: int) -> None:
+    slot = slot_of(DrawsItsOrder(), sample_seed=None)
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(DrawsItsOrder(), slot.state(), sample_seed=None)
+    assert next(resumed) == next(slot)
+    assert not resumed.said
