@@ -89,7 +89,7 @@ class _Gradients:
         # Whether those of a step are left as they are until the next batch clears them.
         self._clears_later = False
 
-    def note_step(self, *_: Any) -> None:
+    def note_step(self) -> None:
         """It has stepped."""
         if self._left is not None:
             self._are_used = self._left.is_kept
@@ -136,8 +136,14 @@ class _ManualSteps:
         self.has_warned = False
         self.of_optimizers = [_Gradients(one) for one in trainer.optimizers]
 
-    def note_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        """An optimizer has stepped."""
+    def note_step(self, trainer: pl.Trainer, of: _Gradients, *_: Any) -> None:
+        """An optimizer has stepped.
+
+        Args:
+            trainer: The trainer.
+            of: The gradients of the optimizer.
+        """
+        of.note_step()
         self.latest = next_step(trainer, begun=True)
 
 
@@ -146,13 +152,15 @@ def _with_gradients(optimizer: Any) -> Iterator[Any]:
 
 
 def watch(trainer: pl.Trainer) -> None:
-    """Note from now on what optimizers do."""
+    """Note from now on what optimizers do; nothing where one has no hooks."""
+    if not all(hasattr(one, "register_step_post_hook") for one in trainer.optimizers):
+        return
     steps = _ManualSteps(trainer)
     pairs = zip(trainer.optimizers, steps.of_optimizers, strict=True)
     # No local functions: a trainer may have to be pickled.
-    calls = [(one, call) for one, of in pairs for call in (of.note_step, partial(steps.note_step, trainer))]
+    hooks = [one.register_step_post_hook(partial(steps.note_step, trainer, of)) for one, of in pairs]
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    vars(epoch_loop).update({_STEPS: steps, _HOOKS: [one.register_step_post_hook(call) for one, call in calls]})
+    vars(epoch_loop).update({_STEPS: steps, _HOOKS: hooks})
 
 
 def end_watching(trainer: pl.Trainer) -> None:

@@ -23,14 +23,12 @@ _HOOK = "_step_hook"
 def watch_steps(trainer: pl.Trainer) -> None:
     """Note from now on in which batch the optimizer has stepped; see also :mod:`.manual_steps`."""
     forget_steps(trainer)
-    if not hasattr(trainer.optimizers[0], "register_step_post_hook"):
-        return
     if not trainer.lightning_module.automatic_optimization:
         manual_steps.watch(trainer)
-        return
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
-    # No local function: a trainer may have to be pickled.
-    vars(epoch_loop)[_HOOK] = trainer.optimizers[0].register_step_post_hook(partial(_note_step, trainer))
+    elif hasattr(trainer.optimizers[0], "register_step_post_hook"):
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        # No local function: a trainer may have to be pickled.
+        vars(epoch_loop)[_HOOK] = trainer.optimizers[0].register_step_post_hook(partial(_note_step, trainer))
 
 
 def begin_batch(trainer: pl.Trainer) -> None:
@@ -50,10 +48,10 @@ def _note_step(trainer: pl.Trainer, *_: Any) -> None:
 def forget_steps(trainer: pl.Trainer) -> None:
     """Undo :func:`watch_steps`."""
     manual_steps.end_watching(trainer)
-    kept: Any = trainer.fit_loop.epoch_loop
-    vars(kept).pop(STEPPED_IN, None)
-    vars(kept).pop("update_lr_schedulers", None)
-    if (hook := vars(kept).pop(_HOOK, None)) is not None:
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    vars(epoch_loop).pop(STEPPED_IN, None)
+    vars(epoch_loop).pop("update_lr_schedulers", None)
+    if (hook := vars(epoch_loop).pop(_HOOK, None)) is not None:
         hook.remove()
 
 

@@ -191,3 +191,18 @@ def test_a_checkpoint_within_a_batch_that_has_stepped_an_optimizer_is_warned_of(
     said = fit(Adversarial(), tmp_path / "within.ckpt")
     assert len(said) == 1
     assert "had stepped within batch 3 of epoch 0" in said[0]
+
+
+class WithoutOptimizers(Manual):
+    """Trains nothing, or by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Takes no step."""
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+def test_a_module_without_optimizers_is_run_as_without_the_callback(tmp_path: Path) -> None:
+    assert not fit(WithoutOptimizers(tmp_path, (3,)))
+    assert not fit(WithoutOptimizers(), tmp_path / "3.ckpt")
