@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from lightning_stateful.contents.held_state import HeldState
-from lightning_stateful.errors import PositionError
+from lightning_stateful.contents.held_state import HeldState, changed_names
+from lightning_stateful.errors import PositionError, some_of
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_and_defaults,
@@ -183,8 +183,8 @@ class ChangedAttributes:
 
     def note(self, dataset: Any, *, is_end: bool) -> None:
         """A batch was read, the first or last one of the pass."""
-        now, built = _digests_of_attributes(dataset), self._built or {}
-        self._names |= {name for name in {*now, *built} if now.get(name) != built.get(name)}
+        now = _digests_of_attributes(dataset)
+        self._names |= changed_names(self._built or {}, now)
         self._left = now if is_end else {}
 
     def state(self) -> dict[str, dict[str, str]]:
@@ -220,11 +220,11 @@ class ChangedAttributes:
             return bool(there), ""
         if there:
             return True, (
-                f"has {_listed(there)} as a hook has restored it, but not {_listed(others)}, which its passes change "
+                f"has {some_of(there)} as a hook has restored it, but not {some_of(others)}, which its passes change "
                 "too: the resume is not exact. Restore all of them, or none, and its earlier passes are begun again."
             )
         return False, (
-            f"changes {_listed(others)} in each pass, which is another here than before the first pass of the run that "
+            f"changes {some_of(others)} in each pass, which is another here than before the first pass of the run that "
             "wrote the checkpoint: a hook has restored it, or it was iterated in this process. Its earlier passes are "
             "begun again from there, so the resume is not exact. Let a new process build the dataset as it was, with "
             "a seed for what is random, and leave it to the resume."
@@ -241,10 +241,6 @@ class ChangedAttributes:
             return []
         now = _digests_of_attributes(dataset)
         return [name for name in sorted(self._names - self.set_by_hooks) if now.get(name) != before.get(name)]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4])
 
 
 def _digests_of_attributes(dataset: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, can_be_read, text_of_plain
 from lightning_stateful.iterable_datasets.pass_history import attributes_in
@@ -56,7 +57,7 @@ class PersistentCopies:
         """
         now = self._values()
         if is_started:
-            self._named |= _changed(self._started, now)
+            self._named |= changed_names(self._started, now)
             if self._named and not self._is_said:
                 self._is_said = True
                 self._warn(
@@ -86,7 +87,7 @@ class PersistentCopies:
         if self._expected is not None:
             return dict(self._expected)
         found: dict[str, str] = {}
-        for name in sorted(self._named | _changed(self._built, self._started)):
+        for name in sorted(self._named | changed_names(self._built, self._started)):
             text = self._started.get(name, "")
             # Of a digest another process can say nothing.
             if not text.startswith(_DIGEST):
@@ -96,7 +97,7 @@ class PersistentCopies:
         return found
 
     def _warn(self, what: str, before: Mapping[str, str], now: Mapping[str, str], then: str) -> None:
-        changed = sorted(_changed(before, now))[:_MOST_NAMED]
+        changed = sorted(changed_names(before, now))[:_MOST_NAMED]
         if changed:
             values = "; ".join(
                 f"{name} was {_shown(before.get(name))} and is {_shown(now.get(name))}" for name in changed
@@ -127,10 +128,6 @@ def is_in_shared_memory(value: Any) -> bool:
     module = type(value).__module__
     # Of those without a lock some are of ctypes, and say by this that multiprocessing has made them.
     return module == "multiprocessing.sharedctypes" or (module == "ctypes" and hasattr(value, "_wrapper"))
-
-
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
-    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def _shown(text: str | None) -> str:

@@ -10,6 +10,7 @@ from enum import Enum
 from operator import is_
 from typing import Any
 
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.generators.generator_states import identity_of
@@ -90,7 +91,7 @@ class SetBetweenPasses:
         now = self._held()
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
         ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
-        changed = {name for name in {*now, *self._begun} if now.get(name) != self._begun.get(name)}
+        changed = changed_names(self._begun, now)
         shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
         drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
         shared |= {
@@ -124,18 +125,14 @@ class SetBetweenPasses:
         return self._digests(self._set)
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
-        """Digests of attributes as they are now, which another process may compare."""
-        found: dict[str, str] = {}
-        for name, value in attributes_in(self._dataset) if names else ():
-            if name in names:
-                found[name] = digest(value, found.get(name, ""))
-        return {name: found.get(name, "") for name in sorted(names)}
+        """Digests of attributes as they are now; empty ones of those that are missing."""
+        return {**dict.fromkeys(sorted(names), ""), **_digests_of(self._dataset, names)}
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
         now, left = self._held(), self._left
         if left is not None:
-            changed = {name for name in {*now, *left} if now.get(name) != left.get(name)} - self._set
+            changed = changed_names(left, now) - self._set
             if changed:
                 self._set |= changed
                 _warn(
@@ -169,7 +166,7 @@ class SetWithinPass:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._built = self._digests(None)
+        self._built = _digests_of(dataset, None)
         self._holders: list[tuple[str, dict[str, Any]]] = []
         # The attributes behind the latest batch; None before the first one.
         self._left: list[dict[str, Any]] | None = None
@@ -240,13 +237,13 @@ class SetWithinPass:
         if not self._set:
             return {}
         ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
-        return {"within": self._digests(set(self._set)), "ahead": ahead}
+        return {"within": _digests_of(self._dataset, self._set), "ahead": ahead}
 
     def _compare(self) -> None:
         """Warn of what is another than in the run that wrote the checkpoint."""
         expected, self._expected = self._expected, {}
         within: Mapping[str, str] = expected["within"]
-        now = self._digests(set(within))
+        now = _digests_of(self._dataset, within)
         lost = sorted(name for name, held in within.items() if now.get(name, "") != held)
         if not expected["is_within"]:
             # A hook sets something else for the next epoch.
@@ -280,13 +277,14 @@ class SetWithinPass:
                 changed |= set() if is_same else {f"{kind}.{name}"}
         return changed
 
-    def _digests(self, names: set[str] | None) -> dict[str, str]:
-        """Digests of attributes as they are now, which another process may compare; None for all plain ones."""
-        found: dict[str, str] = {}
-        for name, value in attributes_in(self._dataset) if names is None or names else ():
-            if name in names if names is not None else type(value) in PLAIN:
-                found[name] = digest(value, found.get(name, ""))
-        return found
+
+def _digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
+    """Digests of attributes as they are now, which another process may compare; None for all plain ones."""
+    found: dict[str, str] = {}
+    for name, value in attributes_in(dataset) if names is None or names else ():
+        if name in names if names is not None else type(value) in PLAIN:
+            found[name] = digest(value, found.get(name, ""))
+    return found
 
 
 def note_validation(dataset: Any) -> None:

@@ -101,7 +101,8 @@ def build_patched(
         if holder is not None and num_replicas != 1 and not deals_itself(loader):
             # Lightning deals nothing out of what is no DataLoader.
             own_rank = rank
-        own_path, draws_apart = path, drawn_as not in (None, path) and not _draws_alike_at_samples(loader)
+        draws_apart = drawn_as not in (None, path) and not _draws_alike_at_samples(loader)
+        samples_path = path if draws_apart or drawn_as is None else drawn_as
         if drawn_as is not None and not (draws_apart and isinstance(loader.dataset, IterableDataset)):
             path = drawn_as
         how: dict[str, Any] = {"path": path, "num_replicas": num_replicas, "rank": rank}
@@ -141,11 +142,11 @@ def build_patched(
         raise ConfigurationError(f"{where}: {error}") from None
     if own_rank is not None:
         # Ranks draw apart at their samples.
-        own_path, made.own_rank = f"{own_path if draws_apart else path}@{own_rank}", own_rank
+        samples_path, made.own_rank = f"{samples_path}@{own_rank}", own_rank
         made.tracker.config.update({"drawn_alike": True} if is_alike else {})
-    if draws_apart or own_rank is not None:
-        made._own_seed = loader_seed(seed, own_path)
-        made.tracker.config.update({"draws_apart": True} if draws_apart else {})
+    made.tracker.config.update({"draws_apart": True} if draws_apart else {})
+    if samples_path != path:
+        made._own_seed = loader_seed(seed, samples_path)
     return made
 
 

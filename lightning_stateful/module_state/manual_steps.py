@@ -102,7 +102,7 @@ class _Gradients:
         self._left = None
         if next(_with_gradients(self._optimizer), None) is None:
             return
-        if self._used is not None and self._used.is_same:
+        if self._are_of_step:
             self._clears_later = True
         else:
             self._left = _Gradient(self._optimizer)
@@ -116,8 +116,14 @@ class _Gradients:
         found = self._are_used if self._are_used is not None else self._are_kept
         if found is None:
             found = not (has_stepped or self._clears_later)
-        is_used = self._used is not None and self._used.is_same
-        return found and not is_used and any(bool(one.grad.count_nonzero()) for one in _with_gradients(self._optimizer))
+        if not found or self._are_of_step:
+            return False
+        return any(bool(one.grad.count_nonzero()) for one in _with_gradients(self._optimizer))
+
+    @property
+    def _are_of_step(self) -> bool:
+        """Whether the present ones are those of its latest step."""
+        return self._used is not None and self._used.is_same
 
 
 class _ManualSteps:

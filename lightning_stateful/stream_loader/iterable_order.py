@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.contents.dataset_content import named_files
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterables import IterableConfig, is_told
@@ -246,7 +246,7 @@ class IterableOrder(StreamReader):
     def _warn_if_set(self, names: list[str]) -> None:
         if names and self.settings.is_checked:
             warnings.warn(
-                f"{', '.join(names[:4])} was set when the first batch of the resume had been read, as in "
+                f"{some_of(names)} was set when the first batch of the resume had been read, as in "
                 "on_train_start, though the passes of the dataset change it, and have been begun again as often as "
                 "before the stop: later batches are not what they would have been. Restore it in load_state_dict of "
                 "a callback, or not at all.",

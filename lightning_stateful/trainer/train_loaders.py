@@ -328,8 +328,7 @@ class TrainLoaders:
             )
 
     def _build_patched(self, loader: Any, path: str) -> AnyLoader:
-        how = {"drawn_as": self._drawn_as[path]}
-        patched = self._settings.build_patched(self._trainer, loader, path, "training", **how)
+        patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=self._drawn_as[path])
         patched.leave_out(self._settings.skip)
         loader = getattr(loader, held) if (held := held_loader(loader)) else loader
         if overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):
