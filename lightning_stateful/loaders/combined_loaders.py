@@ -105,12 +105,21 @@ class CombinedLoaders:
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
+    def is_unseeded(self, path: str) -> bool:
+        """Whether a loader draws from the process's generators as it reads, and nothing seeds them for that.
+
+        Args:
+            path: The loader's.
+        """
+        order: Any = self.loaders[path].order
+        return bool(order.kind == "iterable" and order.settings.sample_seed is None)
+
     @property
     def draw_alike_as_model(self) -> bool:
         """Whether iterables that are not seeded draw where the model does, and ranks have to draw alike in them."""
-        orders: list[Any] = [loader.order for loader in self.loaders.values() if not loader.num_workers]
-        settings = [order.settings for order in orders if order.kind == "iterable"]
-        return any(one.kinds_alike >= ALL_KINDS and one.sample_seed is None for one in settings)
+        read_here = {path: loader for path, loader in self.loaders.items() if not loader.num_workers}
+        orders: list[Any] = [loader.order for path, loader in read_here.items() if self.is_unseeded(path)]
+        return any(order.settings.kinds_alike >= ALL_KINDS for order in orders)
 
     def iterables_of_this_rank(self) -> dict[str, dict[str, dict[str, str]]]:
         """Of iterable datasets, by path, digests of the lists of files that they hold, and of random generators.

@@ -128,6 +128,18 @@ def next_step(trainer: pl.Trainer, *, begun: bool = False) -> tuple[int, int]:
     return epoch.processed, batch.processed if epoch.started > epoch.processed else 0
 
 
+def epoch_has_begun(trainer: pl.Trainer) -> bool:
+    """Whether all hooks ``on_train_epoch_start`` of an epoch that has not ended were called, in this run or before."""
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epoch.started > epoch.processed)
+
+
+def overfits(trainer: Any) -> bool:
+    """Whether the same part of an epoch is trained and validated on, over and over."""
+    # Set by Lightning's data connector, unknown to its types.
+    return bool(trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches > 0)
+
+
 def num_started(trainer: pl.Trainer | None) -> int:
     """Batches of the epoch that were given to ``training_step``; 0 without a trainer."""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current if trainer else None

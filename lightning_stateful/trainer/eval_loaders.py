@@ -16,10 +16,11 @@ from lightning_stateful.errors import RankMismatchError, StatefulWarning, Unsupp
 from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.iterable_datasets.set_by_hooks import note_validation
 from lightning_stateful.loaders.patching import AnyLoader, length_of
+from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import build_alike, deals_out, own_rank, topology_of
 from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
-from lightning_stateful.trainer.train_loaders import Settings, name_of, overfits
+from lightning_stateful.trainer.train_loaders import Settings, name_of
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -141,7 +142,7 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
         partial(_locate, trainer, patched),
         keeps_indices=trainer.predicting,
         original=loader,
-        overfits=overfits(trainer),
+        overfits=loop_progress.overfits(trainer),
         is_dealt_out=deals_out(trainer),
     )
 

@@ -21,7 +21,12 @@ from lightning_stateful.generators.rng import (
 )
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import next_step, reloads_every, warn_of_draws_before_seeding
+from lightning_stateful.loops.loop_progress import (
+    epoch_has_begun,
+    next_step,
+    reloads_every,
+    warn_of_draws_before_seeding,
+)
 from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.samplers.rank_exchange import end_comparing, kinds_found_alike
@@ -92,6 +97,26 @@ def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoa
     if stage == "epoch start":
         warn_of_draws_before_seeding(trainer)
     seed_model(seed, topology_of(trainer).rank, kinds_of_model(combined), stage, *next_step(trainer))
+
+
+def seed_pass(trainer: pl.Trainer, seed: int, combined: CombinedLoaders, path: str, epoch: int, begun: bool) -> None:
+    """Seed what a loader draws as it begins a pass, such as an order, where its reads are not seeded.
+
+    By then ``on_train_epoch_start`` has seeded it; and where it is read behind another loader, the batch of that has.
+    But Lightning fetches the first batch of a loader without length before that hook, in a first epoch and on a resume,
+    and does not call the hook where it resumes within an epoch.
+
+    Args:
+        trainer: The trainer.
+        seed: The seed.
+        combined: The training loaders.
+        path: Which of them it is.
+        epoch: The epoch.
+        begun: Whether that hook was called for the pass, if the loop's counters say that the epoch has begun.
+    """
+    if combined.is_unseeded(path) and not (begun and epoch_has_begun(trainer)):
+        stage = "epoch start" if path == next(iter(combined.loaders)) else "batch"
+        seed_model(seed, topology_of(trainer).rank, kinds_of_model(combined), stage, epoch, 0)
 
 
 def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:

@@ -29,7 +29,7 @@ from lightning_stateful.loaders.patching import (
 )
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.checkpoint import warn_of_missing_state
-from lightning_stateful.loops.lightning import TrainerFn, is_param_in_hook_signature, pl
+from lightning_stateful.loops.lightning import is_param_in_hook_signature, pl
 from lightning_stateful.loops.other_callbacks import longest_accumulation
 from lightning_stateful.loops.ranks import build_alike, deals_out, gathered, own_rank, topology_of
 from lightning_stateful.loops.run_notes import say_at_start, say_cut, say_what_is_exact
@@ -110,7 +110,7 @@ class Settings:
             own_rank=own_rank(trainer, loader),
             seed_samples=self.seed_samples,
             tail=self.tail,
-            shuffle=not overfits(trainer),
+            shuffle=not loop_progress.overfits(trainer),
             exact=stage != "training",
             # As Lightning does.
             keeps_last=stage == "predict",
@@ -331,7 +331,7 @@ class TrainLoaders:
         patched = self._settings.build_patched(self._trainer, loader, path, "training", drawn_as=self._drawn_as[path])
         patched.leave_out(self._settings.skip)
         loader = getattr(loader, held) if (held := held_loader(loader)) else loader
-        if overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):
+        if loop_progress.overfits(self._trainer) and patched.is_map_style and is_shuffled(loader):
             rank_zero_warn(
                 "overfit_batches trains on the same batches in every epoch, so "
                 f"{name_of('training', path)} is not shuffled.",
@@ -342,14 +342,18 @@ class TrainLoaders:
     def _prepare(self) -> None:
         steps = self.num_batches(epoch := self._next_step()[0])
         for path, loader in self.combined.loaders.items():
-            if loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch) and not overfits(self._trainer):
+            if (
+                loader.goes_on_behind_limit
+                and steps < self.combined.num_batches(epoch)
+                and not loop_progress.overfits(self._trainer)
+            ):
                 say_cut(loader, name_of("training", path), steps)
             loader.prepare(
                 f"training data {path}",
                 limit=steps if steps < UNKNOWN else None,
                 # A window of accumulated gradients that is open is served again from its first batch.
                 lag=longest_accumulation(self._trainer) - 1,
-                repeats=overfits(self._trainer),
+                repeats=loop_progress.overfits(self._trainer),
             )
 
     def _warn_of_cut_epochs(self) -> None:
@@ -376,7 +380,7 @@ class TrainLoaders:
             self._seed_batch,
             isolated=not self._settings.seed_model,
             original=original,
-            overfits=overfits(self._trainer),
+            overfits=loop_progress.overfits(self._trainer),
             is_dealt_out=deals_out(self._trainer),
             length=partial(self._length, path),
             at_end=self._note_end,
@@ -433,12 +437,15 @@ class TrainLoaders:
         odd_datasets.warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         epoch, step = self._next_step()
         self._first_steps[path] = step
-        # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
         resumed = self._resumed_at
+        # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
         has_ended = resumed is not None and resumed.ended and resumed.epoch == epoch
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
+        if self._settings.seed_model:
+            begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
+            run_seeds.seed_pass(self._trainer, self.seed, self.combined, path, epoch, begun)
         plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
@@ -490,9 +497,3 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
 def name_of(stage: str, path: str) -> str:
     """The name of a loader in errors and warnings."""
     return f"the {stage} loader {path!r}" if path else f"the {stage} loader"
-
-
-def overfits(trainer: Any) -> bool:
-    """Whether the same part of an epoch is trained and validated on, over and over."""
-    # Set by Lightning's data connector, unknown to its types.
-    return bool(trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches > 0)

@@ -428,23 +428,6 @@ def test_the_log_says_that_a_stream_goes_on_where_a_shorter_loader_has_ended_an_
     assert not {batch[-1] for batch in first} & {batch[-1] for batch in second}
 
 
-class ShuffledByTheProcess:
-    """Batches in an order that the process's own generator draws."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        numbers = random.sample(range(8), 8)
-        for first in range(0, 8, 2):
-            yield batch_of(numbers[first : first + 2])
-
-
-def test_what_an_iterable_draws_from_the_process_is_drawn_again_from_the_end_of_an_epoch(tmp_path: Path) -> None:
-    moments = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0)]
-    assert_goes_on_from_every_moment(tmp_path, ShuffledByTheProcess, moments, train_alone, max_epochs=3)
-
-
 PASSES = [0]
 
 
