@@ -193,7 +193,8 @@ def warn_of_draws_before_seeding(trainer: pl.Trainer) -> None:
 
 
 def end_following(trainer: pl.Trainer) -> None:
-    """Undo :func:`follow_lengths` and :func:`call_before_epochs`."""
+    """Undo :func:`follow_lengths`, :func:`call_before_epochs` and :func:`lift_max_steps`."""
+    _restore_max_steps(trainer)
     vars(trainer.fit_loop).pop("setup_data", None)
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     epoch_loop._before_epoch = []
@@ -352,7 +353,7 @@ def lift_max_steps(trainer: pl.Trainer, progress: LoopProgress, global_step: int
         epoch_loop._lifted_max_steps, epoch_loop.max_steps = epoch_loop.max_steps, -1
 
 
-def restore_max_steps(trainer: pl.Trainer) -> None:
+def _restore_max_steps(trainer: pl.Trainer) -> None:
     """Put a lifted limit back."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     epoch_loop.max_steps = vars(epoch_loop).pop("_lifted_max_steps", epoch_loop.max_steps)
@@ -368,7 +369,7 @@ def _around_reset(trainer: pl.Trainer, progress: LoopProgress) -> None:
 def _reset_once(trainer: pl.Trainer, progress: LoopProgress) -> None:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     vars(epoch_loop).pop("reset", None)
-    restore_max_steps(trainer)
+    _restore_max_steps(trainer)
     if progress.running:
         announce_resumed_epoch(trainer, ended=progress.ended)
         if progress.validate or not progress.ended:

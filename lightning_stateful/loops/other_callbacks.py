@@ -34,9 +34,14 @@ def longest_accumulation(trainer: pl.Trainer) -> int:
 
 def acts_before(trainer: pl.Trainer, hook: str) -> bool:
     """Whether another callback has a hook that is called before that of this package's callback."""
-    kinds = [type(callback) for callback in _callbacks(trainer)]
-    ours = [place for place, kind in enumerate(kinds) if _is_ours(kind)]
-    return bool(ours) and any(getattr(kind, hook) is not getattr(pl.Callback, hook) for kind in kinds[: ours[0]])
+    return any(getattr(type(one), hook) is not getattr(pl.Callback, hook) for one in callbacks_before(trainer))
+
+
+def callbacks_before(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks whose hooks are called before those of this package's callback; none without one."""
+    callbacks = _callbacks(trainer)
+    ours = [place for place, callback in enumerate(callbacks) if _is_ours(type(callback))]
+    return callbacks[: ours[0]] if ours else []
 
 
 def _is_ours(kind: type) -> bool:

@@ -25,6 +25,7 @@ from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
+from lightning_stateful.loops.other_callbacks import callbacks_before
 from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text
 
 # Kept with the loop.
@@ -53,6 +54,8 @@ class _Watch:
         self.saved = saved
         # By kind, as the first epoch began; None before.
         self.begun: dict[str, Texts] | None = None
+        # Attributes as that epoch or a later one began, behind the hooks of callbacks that come before this package's.
+        self.at_start: Texts | None = None
         # Those that are others, as the fit ended.
         self.at_end: dict[str, Texts] | None = None
         # Attributes of a checkpoint are still to be compared, but for those that another rank speaks of.
@@ -132,6 +135,13 @@ def _begin(trainer: pl.Trainer) -> None:
         )
 
 
+def look_at_start(trainer: pl.Trainer) -> None:
+    """Remember attributes where the first epoch of a resume begins; to be called in ``on_train_epoch_start``."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None and known.is_awaiting:
+        known.at_start = _attributes(trainer)
+
+
 def look_once(trainer: pl.Trainer) -> None:
     """Log, as the first batch of a resume begins, which attributes are others than at the save and were not set since.
 
@@ -143,12 +153,17 @@ def look_once(trainer: pl.Trainer) -> None:
         return
     known.is_awaiting = False
     now, begun = _attributes(trainer), known.begun["remembered"]
+    # Callbacks that come first may have changed theirs in on_train_batch_start by now, as they do at any batch.
+    first = tuple(f"{type(one).__qualname__}." for one in callbacks_before(trainer))
+    at_start = begun if known.at_start is None else known.at_start
+    now = {name: held for name, held in now.items() if not name.startswith(first)}
+    now |= {name: held for name, held in at_start.items() if name.startswith(first)}
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
     left = [
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
     if left:
-        said = [_change(name, others[name], now.get(name, "missing")) for name in left]
+        said = [_change(name, others[name], now.get(name, "not set")) for name in left]
         of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         _log.info(
             f"Attributes of the module or of callbacks{of_rank} that no checkpoint holds had been changed in training "

@@ -202,13 +202,23 @@ class Helped(BoringModel):
         self.helpers = [Decays()]
 
 
-def said_of_attributes(folder: Path, caplog: Any, model: Any, *callbacks: type[Callback], steps: int = 4) -> str:
+def said_of_attributes(
+    folder: Path,
+    caplog: Any,
+    model: Any,
+    *callbacks: type[Callback],
+    steps: int = 4,
+    is_first: bool = False,
+    batches: int = 6,
+) -> str:
     """What a resume behind two steps says once of attributes, and the run before it does not."""
     caplog.set_level("INFO", logger="lightning.pytorch")
     for path in (None, folder / "x.ckpt"):
         made = [kind() for kind in callbacks]
-        trainer = quiet_trainer(*made, StatefulDataCallback(), max_steps=steps if path else 2, limit_val_batches=0)
-        trainer.fit(model(), DataLoader([torch.ones(32)] * 12, batch_size=2), ckpt_path=path)
+        ordered = [StatefulDataCallback(), *made] if is_first else [*made, StatefulDataCallback()]
+        limits = {"max_epochs": None, "max_steps": steps if path else 2, "limit_val_batches": 0}
+        trainer = quiet_trainer(*ordered, **limits)
+        trainer.fit(model(), DataLoader([torch.ones(32)] * 2 * batches, batch_size=2), ckpt_path=path)
         if path is None:
             trainer.save_checkpoint(folder / "x.ckpt")
     (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
@@ -219,6 +229,36 @@ def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, ca
     said = said_of_attributes(tmp_path, caplog, Helped, Teaches, steps=5)
     helper, scheduler = "helpers[0].value was 0.25 and is 1.0", "Teaches.scheduler.last_epoch was 2 and is 0"
     assert f"others here: {helper}, Teaches.teacher, {scheduler}. If" in said
+
+
+class Replays(Callback):
+    """Keeps what it has seen, which it adds to before a batch is trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch.sum()))
+
+
+class Anneals(Callback):
+    """Sets a temperature for each epoch."""
+
+    temperature = 1.0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.temperature = 1 / (2 + trainer.current_epoch)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_what_a_callback_adds_to_at_a_batch_is_named_wherever_it_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_first: bool, at_end: bool
+) -> None:
+    others, batches = (Replays, Anneals), 2 if at_end else 6
+    said = said_of_attributes(tmp_path, caplog, BoringModel, *others, is_first=is_first, batches=batches)
+    named = "Replays.seen" if at_end else "Replays.seen, Anneals.temperature was 0.5 and is not set"
+    assert f"others here: {named}. If" in said
 
 
 class Loops:
