@@ -166,8 +166,12 @@ def state_of_generator(generator: Any) -> str:
     """The present state of one of :data:`GENERATORS`, as text that is equal for equal states."""
     state = get_generator_state(generator)
     if isinstance(state, torch.Tensor):
-        return str(state.tolist())
-    return repr([*map(str, state["state"]["key"])] if isinstance(generator, np.random.RandomState) else state)
+        return bytes(state.numpy()).hex()
+    if isinstance(generator, np.random.RandomState):
+        # NumPy abbreviates the words of a Mersenne Twister in its texts.
+        words = state["state"].pop("key", np.empty(0, np.uint32))
+        return f"{words.tobytes().hex()} {state}"
+    return repr(state)
 
 
 class IsolatedReads:

@@ -11,13 +11,12 @@ from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask, begin_datapipe, name_of_dataset
+from lightning_stateful.iterable_datasets.kept_generators import KeptGenerators
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
     INEXACT,
     NUM_FIRST,
-    OTHER_GENERATORS,
     FirstSamples,
-    KeptGenerators,
     digest_of_dataset,
     digest_of_sample,
     history_of,
@@ -131,14 +130,14 @@ class IterableSlot:
         ``batches`` and ``item``, the batches and samples given in the pass; ``exhausted`` once the end was met, and
         ``over`` once it was asked for more, with the samples ``left_out`` then by ``drop_last``. ``state``:
         ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
-        batches ago; of one that is its own iterator, as torchdata has it, the latter alone. ``first``, a digest of the
-        batches since, but for the first of several, or of the first one of a pass; ``generators``, one of random
-        generators that it holds. Without a state: ``samples``, digests of some samples; ``passes``, of each pass
-        before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether the
-        end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in it;
-        ``outside``, digests of what passes have changed outside of it, from before the first pass; ``built``, ``begun``
-        and ``left``, see :class:`~.pass_history.ChangedAttributes`. Up to the second batch ``ended``, the same of the
-        pass before, with ``number`` (the batch behind the state) and ``more`` (batches never handed over).
+        batches ago; of one that is its own iterator the latter alone. ``first``, a digest of the batches since, but for
+        the first of several, or of the first one of a pass; ``generators``, one of random generators that it holds;
+        ``locals``, those of its iterator. Without a state: ``samples``, digests of some samples; ``passes``, of each
+        pass before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether
+        the end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in
+        it; ``outside``, digests of what passes have changed outside of it, from before the first pass; ``built``,
+        ``begun`` and ``left``, see :class:`~.pass_history.ChangedAttributes`. Up to the second batch ``ended``, the
+        same of the pass before, with ``number`` (the batch behind the state) and ``more`` (batches never handed over).
 
     Attributes:
         said: Texts that a user should read, which whoever shows them takes out.
@@ -250,7 +249,8 @@ class IterableSlot:
         self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
         # Of a copy that ends with the pass nothing is drawn later.
         is_looked_at = self._config.stays and self._config.is_checked and has_state(self._dataset)
-        self._generators = KeptGenerators(parts_of(self._dataset) if is_looked_at else [])
+        parts = parts_of(self._dataset) if is_looked_at else []
+        self._generators = KeptGenerators(parts, iterator if self._config.is_checked else None)
 
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
@@ -385,8 +385,8 @@ class IterableSlot:
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
             self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
-        elif self._generators.stand_elsewhere(held.get("generators", "")) and not held.get("more"):
-            self.said.append(f"{self._name()} {OTHER_GENERATORS}")
+        elif not held.get("more") and (other := self._generators.said(held)):
+            self.said.append(f"{self._name()} {other}")
         return is_same
 
     def _read_batch(self, epoch: int, number: int) -> list[Any]:

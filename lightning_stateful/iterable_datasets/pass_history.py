@@ -17,13 +17,11 @@ from lightning_stateful.errors import PositionError, some_of
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_and_defaults,
-    attributes_of,
     can_be_read,
     is_users,
     text_of_plain,
 )
 from lightning_stateful.generators.generator_states import identity_of
-from lightning_stateful.generators.rng import GENERATORS, get_generator_state
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 from lightning_stateful.samplers.fingerprint import digest, hex_digest
@@ -45,11 +43,6 @@ INEXACT = (
     "the resume is not exact. Its own state_dict and load_state_dict leave something out, such as its position in the "
     "pass, a buffer, or a generator of random numbers, or a state that was loaded stays in force for later passes. "
     'Have them see to it; accept=("nondeterministic",) is silent.'
-)
-OTHER_GENERATORS = (
-    "holds a random generator that does not stand where it stood, because its own state_dict and load_state_dict leave "
-    "it out: the resume is not exact in later passes, unless each of them seeds it. Have them see to it; "
-    'accept=("nondeterministic",) is silent.'
 )
 
 
@@ -255,31 +248,6 @@ def _digests_of_attributes(dataset: Any) -> dict[str, str]:
             own = [one for one in parts.generators.values() if identity_of(one) != 0]
             found[name] = found.get(name, "") + digest_of_contents([value], of_copy=True) + digest_of_generators(*own)
     return {name: hex_digest(text.encode(errors="surrogatepass")) for name, text in found.items()}
-
-
-class KeptGenerators:
-    """The random generators that datasets hold in attributes, and go on drawing from.
-
-    Args:
-        datasets: A dataset, and the datasets in it.
-    """
-
-    def __init__(self, datasets: list[Any]) -> None:
-        self._datasets = datasets
-
-    def digest(self) -> str:
-        """Digest of the states of all of them, the same in every process; empty if there are none."""
-        held = [value for dataset in self._datasets for value in attributes_of(dataset).values()]
-        states = [get_generator_state(value) for value in held if isinstance(value, GENERATORS)]
-        return digest(states) if states else ""
-
-    def noted(self) -> dict[str, str]:
-        """What a state holds of them."""
-        return {"generators": found} if (found := self.digest()) else {}
-
-    def stand_elsewhere(self, noted: str) -> bool:
-        """Whether they stand elsewhere than where a digest was noted."""
-        return "" not in (noted, found := self.digest()) and found != noted
 
 
 def beginning_of(dataset: Any) -> Any:
