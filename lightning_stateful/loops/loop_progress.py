@@ -90,9 +90,10 @@ def read_progress(trainer: pl.Trainer, begun: BatchBegun | None = None) -> LoopP
         progress = replace(progress, batch=progress.batch - in_window, validated=validated)
         validate = False
     elif progress.running and not validate and (in_batch_end or _validates_within_fit(trainer)):
-        progress = replace(progress, stepped=progress.stepped + 1, plateau="step")
+        plateau = "" if _plateaus_have_stepped(trainer, begun, "step") else "step"
+        progress = replace(progress, stepped=progress.stepped + 1, plateau=plateau)
     elif not progress.running and _in_epoch_end(trainer):
-        progress = replace(progress, plateau="epoch")
+        progress = replace(progress, plateau="" if _plateaus_have_stepped(trainer, begun, "epoch") else "epoch")
     return replace(
         progress,
         validate=validate,
@@ -415,12 +416,17 @@ def _validates_within_fit(trainer: pl.Trainer) -> bool:
     return bool(trainer.state.fn == TrainerFn.FITTING and trainer.validating)
 
 
+def is_within_batch_end(trainer: pl.Trainer) -> bool:
+    """Whether the latest batch is processed, and the hooks that follow it are not over."""
+    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(current.processed > current.completed)
+
+
 def _in_batch_end(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
     """Whether the latest batch is processed, and Lightning has yet to validate after it and to count it."""
-    current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     now = note_batch(trainer)
     uncounted = begun is not None and (now.processed, now.stepped) == (begun.processed + 1, begun.stepped)
-    return uncounted or bool(current.processed > current.completed)
+    return uncounted or is_within_batch_end(trainer)
 
 
 def _schedulers_wait(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
@@ -432,6 +438,20 @@ def _schedulers_wait(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
     if now.processed != begun.processed + 1:
         return False
     has_stepped = [one != before for one, before in zip(now.scheduled, begun.scheduled, strict=True)]
+    return not _some_have_stepped(trainer, begun, has_stepped)
+
+
+def _plateaus_have_stepped(trainer: pl.Trainer, begun: BatchBegun | None, interval: str) -> bool:
+    """Whether schedulers that monitor a metric have taken the step that follows the latest batch, or its epoch."""
+    if begun is None:
+        return False
+    every = zip(trainer.lr_scheduler_configs, note_batch(trainer).scheduled, begun.scheduled, strict=True)
+    due = [(now, before) for config, now, before in every if config.reduce_on_plateau and config.interval == interval]
+    return _some_have_stepped(trainer, begun, [now != before for now, before in due])
+
+
+def _some_have_stepped(trainer: pl.Trainer, begun: BatchBegun, has_stepped: list[bool]) -> bool:
+    """Whether any schedulers have stepped, with a warning if others have not."""
     if any(has_stepped) and not all(has_stepped):
         rank_zero_warn(
             f"A state is taken in lr_scheduler_step, after batch {begun.processed} of epoch {trainer.current_epoch}, "
@@ -439,7 +459,7 @@ def _schedulers_wait(trainer: pl.Trainer, begun: BatchBegun | None) -> bool:
             "for this batch. Resume from a checkpoint that was saved at the end of a batch.",
             category=StatefulWarning,
         )
-    return not any(has_stepped)
+    return any(has_stepped)
 
 
 def _in_epoch_end(trainer: pl.Trainer) -> bool:

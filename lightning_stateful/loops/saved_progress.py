@@ -66,6 +66,8 @@ _PARTS = {
     "flags": (str, bool),
     "passing": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
+    "counted": {str: str},
+    "missed": [str],
     "pruned": [str],
     "results": Either(
         {},

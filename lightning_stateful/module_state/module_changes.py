@@ -23,7 +23,7 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import cut_epochs, manual_steps, module_flags, passing_values
+from lightning_stateful.module_state import counted_batches, cut_epochs, manual_steps, module_flags, passing_values
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 
 _EPOCH_START = "on_train_epoch_start"
@@ -71,6 +71,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
+    counted_batches.expect(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -84,6 +85,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     cut_epochs.end_watching(trainer)
     module_flags.end_watching(trainer)
     passing_values.end_watching(trainer)
+    counted_batches.forget_window(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
@@ -156,7 +158,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
         which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
-        manual optimization makes inexact.
+        manual optimization makes inexact. ``counted`` and ``missed``: see :mod:`.counted_batches`.
     """
     if trainer is None:
         return {}
@@ -185,6 +187,10 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["passing"] = passing
     if steps := manual_steps.inexact_steps(trainer):
         found["steps"] = steps
+    if _is_within(progress, started) and (counted := counted_batches.counted_twice(trainer, progress)):
+        found["counted"] = counted
+    if missed := counted_batches.left_out(trainer, progress):
+        found["missed"] = missed
     _warn_of_buffers(trainer, progress, started)
     return found
 
@@ -193,6 +199,7 @@ def note_weights(trainer: pl.Trainer) -> None:
     """Note the sums of all weights as a validation begins, ahead of all hooks."""
     # Kept with the loop.
     vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
+    counted_batches.note_validation(trainer)
     module_flags.note_validation(trainer)
 
 
@@ -327,7 +334,8 @@ def _restore_masks(callback: Any, digest: str, progress: LoopProgress) -> None:
 
 
 def note_buffers(trainer: pl.Trainer) -> None:
-    """Note the module's buffers before the first batch of a window of accumulated gradients."""
+    """Note what a batch that begins may change and a resume does not: buffers, and what callbacks count."""
+    counted_batches.note_batch(trainer)
     window = trainer.accumulate_grad_batches
     if window > 1 and (at := next_step(trainer))[1] % window == 0:
         buffers = dict(trainer.lightning_module.named_buffers())

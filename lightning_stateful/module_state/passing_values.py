@@ -139,7 +139,7 @@ def look_at_start(trainer: pl.Trainer) -> None:
     """Remember attributes where the first epoch of a resume begins; to be called in ``on_train_epoch_start``."""
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is not None and known.is_awaiting:
-        known.at_start = _attributes(trainer)
+        known.at_start = texts_of_attributes(trainer)
 
 
 def look_once(trainer: pl.Trainer) -> None:
@@ -152,7 +152,7 @@ def look_once(trainer: pl.Trainer) -> None:
         # In most runs, at every batch.
         return
     known.is_awaiting = False
-    now, begun = _attributes(trainer), known.begun["remembered"]
+    now, begun = texts_of_attributes(trainer), known.begun["remembered"]
     # Callbacks that come first may have changed theirs in on_train_batch_start by now, as they do at any batch.
     first = tuple(f"{type(one).__qualname__}." for one in callbacks_before(trainer))
     at_start = begun if known.at_start is None else known.at_start
@@ -188,7 +188,8 @@ def _buffers(trainer: pl.Trainer) -> Texts:
     return found
 
 
-def _attributes(trainer: pl.Trainer) -> Texts:
+def texts_of_attributes(trainer: pl.Trainer) -> Texts:
+    """Texts, by name, of what the module and callbacks of the user's hold in attributes, and a checkpoint does not."""
     module, found = trainer.lightning_module, Texts()
     # What a checkpoint holds.
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -197,7 +198,7 @@ def _attributes(trainer: pl.Trainer) -> Texts:
         for name, value in attributes_of(owner).items():
             # What cannot be read is left alone.
             with suppress(Exception):
-                if name not in _names_of_lightning():
+                if name not in names_of_lightning():
                     found |= _texts(f"{prefix}.{name}".lstrip("."), value, seen, 0)
     return found
 
@@ -241,8 +242,9 @@ def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
 
 
 @lru_cache(maxsize=1)
-def _names_of_lightning() -> frozenset[str]:
+def names_of_lightning() -> frozenset[str]:
+    """Attributes that any LightningModule has."""
     return frozenset({*vars(pl.LightningModule()), "_hparams", "_hparams_initial", "_hparams_name"})
 
 
-_KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {"passing": _buffers, "remembered": _attributes}
+_KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {"passing": _buffers, "remembered": texts_of_attributes}

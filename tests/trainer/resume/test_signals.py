@@ -22,6 +22,7 @@ from support.runs import (
     numbers_module,
     seeded,
     train,
+    training,
 )
 from support.signalled import SignalledInStep, enter_slurm_job
 
@@ -123,6 +124,38 @@ def test_a_batch_whose_step_is_taken_is_not_trained_on_twice(
     with pytest.raises(RuntimeError, match="NaN"):
         train(model=model, callbacks=[OnExceptionCheckpoint(tmp_path, filename="stop")], **options)
     assert_resumes(tmp_path / "stop.ckpt", model.ledger, 0, **options)
+
+
+class FailsBehindPlateau(LedgerModel):
+    """Fails when a scheduler that monitors a metric has stepped, the third time."""
+
+    interval, fail_at = "step", 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+        return [optimizer], [{"scheduler": schedule, "monitor": "loss", "interval": self.interval}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
+        if scheduler.last_epoch == self.fail_at:
+            raise RuntimeError("NaN")
+
+
+class FailsBehindPlateauOfEpochs(FailsBehindPlateau):
+    interval = "epoch"
+
+
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=.*:UserWarning")
+@pytest.mark.parametrize("kind", [FailsBehindPlateau, FailsBehindPlateauOfEpochs])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_scheduler_that_monitors_a_metric_does_not_step_twice(tmp_path: Path, kind: Any, times: int) -> None:
+    model = seeded(kind)
+    model.fail_at = times
+    run = training(kind)
+    with pytest.raises(RuntimeError, match="NaN"):
+        train(model=model, callbacks=[OnExceptionCheckpoint(tmp_path, filename="stop")])
+    assert_resumes(tmp_path / "stop.ckpt", model.ledger, run=run, whole=run())
 
 
 @pytest.fixture

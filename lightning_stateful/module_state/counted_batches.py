@@ -1,0 +1,208 @@
+"""Batches that callbacks have counted otherwise than a checkpoint does.
+
+A checkpoint that is written within a window of accumulated gradients, or within a batch, stands before it: a resume
+trains on its batches again. What a callback's ``state_dict`` has counted by then, it counts again. After an error
+behind the optimizer's step the batch counts, and ``on_train_batch_end`` was not called for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_stateful.errors import StatefulWarning, some_of
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
+from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, WeightAveraging, pl
+from lightning_stateful.loops.loop_progress import call_before_epochs, is_within_batch_end, next_step
+from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.module_state.manual_steps import NUM_CHANGES
+from lightning_stateful.module_state.passing_values import names_of_lightning, texts_of_attributes
+from lightning_stateful.samplers.fingerprint import short_text
+
+# Kept with the loop.
+_WINDOW = "_counted_in_window"
+# Attributes that a checkpoint names.
+_MOST_NAMED = 64
+_BATCH_END = "on_train_batch_end"
+
+
+class _Window:
+    """What callbacks, or the module, have changed since the latest window of accumulated gradients began.
+
+    Args:
+        trainer: The trainer, as the first batch of the window begins.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.at = next_step(trainer)
+        self.changed: set[str] = set()
+        self._held = dict(_signs(trainer))
+        self._is_validated = False
+
+    def note_batch(self, trainer: pl.Trainer) -> None:
+        """A later batch of it begins."""
+        self.note_changes(trainer)
+        self._is_validated = False
+
+    def note_validation(self, trainer: pl.Trainer) -> None:
+        """A validation begins: what that changes is not changed again, because it is not run again."""
+        self.note_changes(trainer)
+        self._is_validated = True
+
+    def note_changes(self, trainer: pl.Trainer) -> None:
+        """Note what is another value than when this was called last."""
+        now = dict(_signs(trainer))
+        if not self._is_validated:
+            self.changed |= {name for name, value in now.items() if self._held.get(name) != value}
+        self._held = now
+
+
+def note_batch(trainer: pl.Trainer) -> None:
+    """A batch begins; where nobody keeps a state of its own nothing is noted."""
+    if next(_owners(trainer), None) is None:
+        return
+    known: _Window | None = vars(trainer.fit_loop).get(_WINDOW)
+    if known is None or next_step(trainer)[1] % trainer.accumulate_grad_batches == 0:
+        vars(trainer.fit_loop)[_WINDOW] = _Window(trainer)
+    else:
+        known.note_batch(trainer)
+
+
+def note_validation(trainer: pl.Trainer) -> None:
+    """A validation begins."""
+    known: _Window | None = vars(trainer.fit_loop).get(_WINDOW)
+    if known is not None:
+        known.note_validation(trainer)
+
+
+def forget_window(trainer: pl.Trainer) -> None:
+    """Forget what was noted."""
+    vars(trainer.fit_loop).pop(_WINDOW, None)
+
+
+def counted_twice(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, str]:
+    """What was changed in batches that a resume trains on again, by name, as it is now; to be kept in a checkpoint.
+
+    Args:
+        trainer: The trainer.
+        progress: The progress of training as it is saved, at the beginning of the window.
+    """
+    known: _Window | None = vars(trainer.fit_loop).get(_WINDOW)
+    if known is None or known.at != (progress.epoch, progress.batch):
+        return {}
+    known.note_changes(trainer)
+    held = texts_of_attributes(trainer) if known.changed else {}
+    found = {name: text for name, text in held.items() if _is_part(name, known.changed)}
+    return dict(islice(found.items(), _MOST_NAMED))
+
+
+def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """Callbacks, or the module, whose ``on_train_batch_end`` was not called for the latest batch, which counts."""
+    hook = trainer.lightning_module._current_fx_name
+    if not (progress.uncounted or is_within_batch_end(trainer)) or hook == _BATCH_END:
+        return []
+    averages = [one for one in _callbacks(trainer) if isinstance(one, WeightAveraging)]
+    owners: list[Any] = [*(one for _, one in _owners(trainer)), *averages, trainer.lightning_module]
+    kinds: list[Any] = [type(one) for one in owners]
+    return list(dict.fromkeys(kind.__qualname__ for kind in kinds if _has_batch_end(kind)))
+
+
+def expect(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> None:
+    """Warn on a resume of what a checkpoint has; to be called in ``on_train_start``.
+
+    Args:
+        trainer: The trainer.
+        twice: What :func:`counted_twice` gave.
+        missed: What :func:`left_out` gave.
+
+    Warns:
+        StatefulWarning: Something was restored that has counted batches which are trained on again, or lacks one.
+    """
+    if missed:
+        rank_zero_warn(
+            "The checkpoint was written after an error behind the optimizer's step, so its latest batch counts, but "
+            f"on_train_batch_end was not called for it, or not of all. So {some_of(missed)} may lack that batch: if "
+            "training depends on that, the resume is not exact. Resume from a checkpoint that was written at the end "
+            "of a batch.",
+            category=StatefulWarning,
+        )
+    if twice:
+        call_before_epochs(trainer, partial(_compare, trainer, dict(twice)))
+
+
+def _compare(trainer: pl.Trainer, twice: dict[str, str]) -> None:
+    # Behind all hooks on_train_start, which may set them; once.
+    now = texts_of_attributes(trainer) if twice else {}
+    same = [name for name, value in twice.items() if now.get(name) == value]
+    twice.clear()
+    if same:
+        rank_zero_warn(
+            "The checkpoint was written within a window of accumulated gradients, or within a batch, which is trained "
+            f"on again. What a callback or the module has kept counts its batches twice: {some_of(same)}. If training "
+            "depends on it, the resume is not exact. Count optimizer steps (trainer.global_step) instead, or resume "
+            "from a checkpoint that was written between windows, as by ModelCheckpoint(every_n_train_steps=...).",
+            category=StatefulWarning,
+        )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
+
+
+def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    """The user's callbacks, and the module, that put something into a checkpoint, with the beginning of names."""
+    module = trainer.lightning_module
+    bases: list[tuple[Any, Any]] = [*((one, pl.Callback) for one in _callbacks(trainer)), (module, pl.LightningModule)]
+    for one, base in bases:
+        kind: Any = type(one)
+        if _keeps_state(kind, base):
+            yield "" if one is module else f"{kind.__qualname__}.", one
+
+
+@lru_cache(maxsize=256)
+def _keeps_state(kind: Any, base: Any) -> bool:
+    # The module's own state_dict has weights and buffers.
+    hooks = ("on_save_checkpoint",) if base is pl.LightningModule else ("on_save_checkpoint", "state_dict")
+    is_own = is_users(kind.__module__) and not issubclass(kind, (Checkpoint, EarlyStopping))
+    return is_own and any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
+
+
+@lru_cache(maxsize=256)
+def _has_batch_end(kind: Any) -> bool:
+    base = pl.LightningModule if issubclass(kind, pl.LightningModule) else pl.Callback
+    return getattr(kind, _BATCH_END) is not getattr(base, _BATCH_END)
+
+
+def _signs(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    """By the name of an attribute, what is another where it was changed in this process."""
+    for prefix, owner in _owners(trainer):
+        for name, value in attributes_of(owner).items():
+            if name not in names_of_lightning() and (sign := _sign(value)) is not None:
+                yield f"{prefix}{name}", sign
+
+
+def _sign(value: Any, *, is_held: bool = False) -> Any:
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, torch.nn.Module):
+        return sum(getattr(one, NUM_CHANGES) for one in (*value.parameters(), *value.buffers()))
+    if isinstance(value, torch.Tensor):
+        return id(value), getattr(value, NUM_CHANGES)
+    if isinstance(value, (list, dict, set, deque)):
+        return len(value)
+    if is_users(type(value).__module__) and not is_held:
+        return [_sign(part, is_held=True) for part in attributes_of(value).values()]
+    # Of a small array, say.
+    return short_text(value) or None
+
+
+def _is_part(name: str, of: set[str]) -> bool:
+    """Whether a name is that of an attribute in a set, or of something in it."""
+    return any(name == one or name.startswith((f"{one}.", f"{one}[")) for one in of)

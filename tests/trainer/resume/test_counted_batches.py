@@ -1,0 +1,153 @@
+"""Checkpoints of which callbacks have counted batches that a resume trains on again, or lack one that counts."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+
+class Counts(Callback):
+    """Counts batches, optimizer steps and validations, and keeps the counts."""
+
+    def __init__(self) -> None:
+        self.batches = self.steps = self.validations = 0
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.batches += 1
+        self.steps = trainer.global_step
+        self.seen = [*self.seen, 0.0]
+
+    def on_validation_end(self, *args: Any) -> None:
+        self.validations += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("batches", "steps", "validations")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class CountsSteps(Counts):
+    """Counts no batch."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps = trainer.global_step
+
+
+class Logs(BoringModel):
+    """Its best validation is the one in the second window."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", float(self.global_step == 1))
+
+
+class Counted(Logs):
+    """Counts batches itself, in its own entry of a checkpoint."""
+
+    batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+
+
+class Fails(BoringModel):
+    """Raises an error behind the step of the third batch."""
+
+    fails_in = "optimizer_step"
+    fails = True
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.fail("optimizer_step")
+
+    def lr_scheduler_step(self, *args: Any) -> None:
+        super().lr_scheduler_step(*args)
+        self.fail("lr_scheduler_step")
+
+    def fail(self, where: str) -> None:
+        if self.fails and where == self.fails_in and self.trainer.global_step == 3:
+            raise RuntimeError(where)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+class FailsInSchedule(Fails):
+    fails_in = "lr_scheduler_step"
+
+
+def said_on_resume(model: Any, path: Path, *callbacks: Any, **options: Any) -> list[str]:
+    trainer = quiet_trainer(*callbacks, StatefulDataCallback(), max_epochs=2, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, DataLoader([torch.ones(32)] * 24, batch_size=2), ckpt_path=path)
+    return [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "model", "named"),
+    [(Counts, Logs, "Counts.batches"), (CountsSteps, Logs, ""), (CountsSteps, Counted, "batches")],
+)
+def test_what_counts_the_batches_of_an_open_window_twice_is_named(
+    tmp_path: Path, kind: Any, model: Any, named: str, is_first: bool
+) -> None:
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
+    saver = ModelCheckpoint(tmp_path, filename="best", monitor="loss", mode="max")
+
+    ours = StatefulDataCallback()
+    ordered = [ours, kind(), saver] if is_first else [kind(), ours, saver]
+    trainer = quiet_trainer(*ordered, max_steps=2, max_epochs=None, enable_checkpointing=True, **options)
+    trainer.fit(model(), DataLoader([torch.ones(32)] * 24, batch_size=2))
+    assert torch.load(tmp_path / "best.ckpt", weights_only=False)["global_step"] == 1
+    said = said_on_resume(model(), tmp_path / "best.ckpt", kind(), **options)
+    told = [one for one in said if "counts its batches twice" in one]
+    assert [f"twice: {named}. If" in one for one in told] == [True] * bool(named), said
+
+
+# Lightning looks for a checkpoint in a callback that saves on errors alone.
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint")
+@pytest.mark.parametrize("model", [Fails, FailsInSchedule])
+def test_a_batch_end_that_an_error_has_left_out_is_named(tmp_path: Path, model: Any) -> None:
+    made = [Counts(), EMAWeightAveraging(decay=0.5)]
+    saver = OnExceptionCheckpoint(tmp_path, "error")
+    with pytest.raises(RuntimeError, match=model.fails_in):
+        quiet_trainer(*made, StatefulDataCallback(), saver, limit_val_batches=0, enable_checkpointing=True).fit(
+            model(), DataLoader([torch.ones(32)] * 24, batch_size=2)
+        )
+    resumed = model()
+    resumed.fails = False
+    made = [Counts(), EMAWeightAveraging(decay=0.5)]
+    (said,) = said_on_resume(resumed, tmp_path / "error.ckpt", *made, limit_val_batches=0)
+    assert "So Counts, EMAWeightAveraging may lack that batch" in said
+
+
+def test_a_save_at_the_end_of_a_batch_says_nothing(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    made = [Counts(), EMAWeightAveraging(decay=0.5)]
+    trainer = quiet_trainer(*made, StatefulDataCallback(), saver, limit_val_batches=0, enable_checkpointing=True)
+    trainer.fit(Counted(), DataLoader([torch.ones(32)] * 24, batch_size=2))
+    for step in (1, 6):
+        made = [Counts(), EMAWeightAveraging(decay=0.5)]
+        assert not said_on_resume(Counted(), tmp_path / f"step={step}.ckpt", *made, limit_val_batches=0)
