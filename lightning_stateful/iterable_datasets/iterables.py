@@ -158,7 +158,7 @@ class IterableSlot:
         self._samples: Any = None
         self._iterator: Any = None
         self.said: list[str] = []
-        self._draws = UnseededDraws(gives_batches=config.gives_batches)
+        self._draws = UnseededDraws(self._dataset, gives_batches=config.gives_batches)
         self._is_exhausted = False
         # Samples of a last batch that is not full, left out by drop_last.
         self._left_out = 0

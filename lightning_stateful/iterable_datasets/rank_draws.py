@@ -12,17 +12,21 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
+from functools import cached_property
 from itertools import islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.generators.attributes import is_users
+from lightning_stateful.generators.attributes import is_users, names_in, reached
 from lightning_stateful.generators.generator_states import process_states
 from lightning_stateful.generators.rng import (
     KINDS,
@@ -49,8 +53,12 @@ KEEPS = (
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
 # Items that tell a pass from another.
 _FIRST_ITEMS = 2
-# Batches of a pass in which draws of threads are looked for, and modules of Python's whose threads run functions.
-_LOOKS, _POOLS = 8, ("concurrent.futures.thread", "multiprocessing.dummy")
+# Batches of a pass in which draws of threads are looked for.
+_LOOKS = 8
+# Modules of Python's whose threads run functions; what code names that makes them do so; and what it may hold for that.
+_POOLS = ("concurrent.futures.thread", "multiprocessing.dummy")
+_POOL_NAMES = frozenset({"ThreadPoolExecutor", "ThreadPool", "submit", "apply_async", "map_async", "imap"})
+_POOL_KINDS = (Executor, ThreadPool)
 
 
 def where_generators_stand(loader: DataLoader[Any], *, is_alone: bool = False) -> dict[str, str]:
@@ -151,15 +159,17 @@ class UnseededDraws:
     """Notices draws from the process's generators that no seed decides, in the first batches of a pass.
 
     A thread that a dataset has started draws as it happens to run, before or after the generators are seeded for a
-    batch. Looked for are threads that run a function of the user's, or are those of a pool. An iterable of batches,
-    which is not seeded, draws from where the model has left the generators.
+    batch. Looked for are threads that run a function of the user's, or are those of a pool that the user's code has or
+    makes: libraries have pools that draw nothing. An iterable of batches, which is not seeded, draws from where the
+    model has left the generators.
 
     Args:
+        dataset: The dataset, or the iterable of batches.
         gives_batches: Whether it is an iterable of batches.
     """
 
-    def __init__(self, *, gives_batches: bool) -> None:
-        self._gives_batches, self._others = gives_batches, set(threading.enumerate())
+    def __init__(self, dataset: Any, *, gives_batches: bool) -> None:
+        self._dataset, self._gives_batches, self._others = dataset, gives_batches, set(threading.enumerate())
         self._num_read = 0
         self._before: Any = None
 
@@ -194,13 +204,21 @@ class UnseededDraws:
         ]
 
     def _started(self) -> bool:
-        return any(map(_is_of_users, set(threading.enumerate()) - self._others))
+        started = set(threading.enumerate()) - self._others
+        modules = {one for thread in started for one in _modules_of(thread)}
+        return any(map(is_users, modules)) or (not modules.isdisjoint(_POOLS) and self._has_pool)
+
+    @cached_property
+    def _has_pool(self) -> bool:
+        values = [place.value for place in reached({"dataset": self._dataset})]
+        names = {name for one in values if isinstance(one, FunctionType) for name in names_in(one.__code__)}
+        return bool(names & _POOL_NAMES) or any(isinstance(one, _POOL_KINDS) for one in values)
 
 
-def _is_of_users(thread: threading.Thread) -> bool:
-    target = getattr(thread, "_target", None)
-    modules = getattr(target, "__module__", None), type(thread).__module__
-    return any(is_users(one) or one in _POOLS for one in modules if one)
+def _modules_of(thread: threading.Thread) -> list[str]:
+    """The modules of a thread's class and of the function that it runs."""
+    of_function = getattr(getattr(thread, "_target", None), "__module__", None)
+    return [type(thread).__module__, *([of_function] if of_function else [])]
 
 
 def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, number: int) -> None:

@@ -9,8 +9,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -289,6 +291,32 @@ def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
     unseeded = slot_of(InThread(draws_there=True, in_pool=in_pool), sample_seed=None)
     assert len(list(unseeded)) == 4
     assert not unseeded.said
+
+
+class OverLibrary(Numbers):
+    """Draws where it is iterated, and reads from a library that has a pool of its own."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.source:
+            yield number["text"] + str(random.random())
+
+
+def test_a_pool_of_a_library_is_none_of_the_users(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for path in paths:
+        path.write_text("a\nb\nc\n")
+    files = [str(path) for path in paths]
+    streamed = datasets.load_dataset("text", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+    slot = slot_of(OverLibrary(streamed.shuffle(seed=1, buffer_size=2)))
+    threads = threading.active_count()
+    next(slot)
+    if threading.active_count() == threads:
+        pytest.skip("this version of datasets starts no thread")
+    assert len(list(slot)) == 4
+    assert not slot.said
 
 
 class Drawn(Numbers):
