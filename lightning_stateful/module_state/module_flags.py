@@ -184,10 +184,12 @@ def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
 
 def _warn(awaited: Mapping[str, bool]) -> None:
     named = [f"{name} was {value}" for name, value in awaited.items()]
+    is_left = all(value and name.rpartition(".")[2] == _MODE for name, value in awaited.items())
+    left = " An error within a validation leaves a model in eval mode: call model.train() before it is fitted again."
     rank_zero_warn(
         "Parameters or submodules of the module are not trained as they were when the checkpoint was written: "
         f"{some_of(named)}. A hook had set this in training, or the module is built otherwise "
         "now. Checkpoints do not hold it, and nothing has set it since, so the resume is not exact. Set it again in "
-        "on_train_start, or in load_state_dict of the callback that sets it.",
+        f"on_train_start, or in load_state_dict of the callback that sets it.{left if is_left else ''}",
         category=StatefulWarning,
     )

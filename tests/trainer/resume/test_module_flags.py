@@ -333,3 +333,24 @@ def test_a_trainer_that_is_fitted_again_says_nothing() -> None:
         trainer.fit_loop.max_epochs = max_epochs
         trainer.fit(model, datamodule=data)
     assert not any(each.requires_grad for each in model.part[0].parameters())
+
+
+class FailsInValidation(Layers):
+    """Fails in its first validation."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.fails and not self.trainer.sanity_checking:
+            self.fails = False
+            raise RuntimeError("out of memory")
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Found . modules")
+def test_a_model_that_a_failed_validation_has_left_in_eval_mode_is_named_with_the_remedy(tmp_path: Path) -> None:
+    model = seeded(FailsInValidation)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model=model, callbacks=[SaveOnException(tmp_path / "stop.ckpt")])
+    with pytest.warns(StatefulWarning, match=r"call model\.train\(\) before it is fitted again"):
+        train(model=model, ckpt_path=tmp_path / "stop.ckpt")
