@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask
-from lightning_stateful.iterable_datasets.iterables import IterableConfig, name_of_slot
+from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
@@ -235,7 +235,7 @@ class IterableState:
 
     def _name(self, slot: int) -> str:
         worker, rank = divmod(slot, self.num_replicas)
-        return name_of_slot(self.config, rank, worker)
+        return self.config.name_of_slot(rank, worker)
 
 
 def says_how_ranks_draw(data: Mapping[str, Any]) -> bool:

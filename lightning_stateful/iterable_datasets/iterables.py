@@ -90,6 +90,10 @@ class IterableConfig:
         """The dataset's class."""
         return name_of_dataset(self.dataset)
 
+    def name_of_slot(self, rank: int, worker: int) -> str:
+        """The dataset's class, rank and worker, for errors."""
+        return f"{self.name} (rank {rank})" if self.gives_batches else f"{self.name} (rank {rank}, worker {worker})"
+
     @property
     def counts_passes(self) -> bool:
         """Whether earlier passes may decide what a pass gives, and no state and no ``set_epoch`` says so."""
@@ -376,8 +380,8 @@ class IterableSlot:
         first = None
         for later in range(number, number + held["since"]):
             batch = self._read_batch(epoch, later)
-            if number and later == number:
-                self._history.loaded = digest_of_sample(batch, only_labels=False)
+            if number:
+                self._history.note_loaded(batch, is_first=later == number)
             if later > number or held["since"] == 1:
                 first = self._digest_of(batch, first)
             if epoch == self.epoch:
@@ -455,9 +459,9 @@ class IterableSlot:
 
     def _take_state(self, state: Any, since: int) -> None:
         """Take the dataset's state if it is due, so many batches after the one that is kept."""
-        self._waiting = self._next_state
-        is_due = self._is_due(state, since) if self._waiting is None else self._is_due(self._waiting, 1)
-        self._next_state = self._own_state() if is_due else None
+        self._waiting, size = self._next_state, None if self._config.gives_batches else self._config.batch_size or 1
+        kept, since = (state, since) if self._waiting is None else (self._waiting, 1)
+        self._next_state = self._own_state() if is_due(kept, since, size) else None
 
     def _take_state_again(self, number: int) -> None:
         """Take the states that were taken before a resume behind one of the last batches, of which so many are read."""
@@ -468,15 +472,14 @@ class IterableSlot:
 
     def _compare_with_loaded(self, batch: list[Any]) -> None:
         """Say if a pass after one that has ended begins where a state was loaded."""
-        begins, is_behind = not self._held["batches"], self._held["batches"] == (self._task.state or {}).get("batches")
-        if (begins or is_behind) and self._config.is_checked and self._history.is_where_loaded(batch) and begins:
+        number = self._held["batches"]
+        if number and number == (self._task.state or {}).get("batches"):
+            self._history.note_loaded(batch, is_first=False)
+        elif number < 2 and self._config.is_checked and self._history.is_where_loaded(batch, number):
             self.said.append(f"{self._name()} begins pass {self.epoch} where the resume began: {INEXACT}")
 
     def _own_state(self) -> NodeState:
         return own_state(self._dataset, self._iterator, self._name())
-
-    def _is_due(self, state: NodeState, since: int) -> bool:
-        return is_due(state, since, None if self._config.gives_batches else self._config.batch_size or 1)
 
     def _digest_of(self, batch: list[Any], before: str | None) -> str:
         # Without labels, what is not seeded may be augmented otherwise.
@@ -487,14 +490,9 @@ class IterableSlot:
         self._draws.note_seeded(self._config.sample_seed)
 
     def _name(self) -> str:
-        return name_of_slot(self._config, self._task.rank, self._task.worker)
+        return self._config.name_of_slot(self._task.rank, self._task.worker)
 
 
 def is_told(dataset: Any) -> bool:
     """Whether a state, or ``set_epoch``, tells a dataset what it gives."""
     return has_state(dataset) or callable(getattr(dataset, "set_epoch", None))
-
-
-def name_of_slot(config: IterableConfig, rank: int, worker: int) -> str:
-    """The dataset's class, rank and worker, for errors."""
-    return f"{config.name} (rank {rank})" if config.gives_batches else f"{config.name} (rank {rank}, worker {worker})"

@@ -51,7 +51,8 @@ class PassHistory(list[int]):
 
     Attributes:
         changes: Whether the dataset has changed between the first batch of a pass and its end.
-        loaded: Digest of the first batch behind a state that the dataset has loaded; empty if it has loaded none.
+        loaded: Digests of the first two batches behind a state that the dataset has loaded; empty if it has loaded
+            none.
         draws: Whether samples were drawn from random generators that the dataset holds.
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
         outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
@@ -60,11 +61,13 @@ class PassHistory(list[int]):
     """
 
     changes = draws = is_behind = False
-    loaded = ""
     outside: OutsideValues | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self.loaded: list[str] = []
+        # Batches of the present pass that are those, one after the other.
+        self._num_alike = 0
         self.moved: dict[str, str] = {}
         self.attributes = ChangedAttributes()
         self._began: dict[str, str] = {}
@@ -72,14 +75,31 @@ class PassHistory(list[int]):
         self._contents = self._drawn = ""
         self._length = -1
 
-    def is_where_loaded(self, batch: list[Any]) -> bool:
-        """Whether a batch is the first one behind a loaded state, though the pass before the present one has ended.
+    def note_loaded(self, batch: list[Any], *, is_first: bool) -> None:
+        """Note one of the batches behind a loaded state.
 
-        Not where all batches are alike: of those behind the state none may be the same.
+        Where all batches are alike they tell nothing: of those behind the first none may be the same.
         """
-        is_alike = bool(self.loaded) and self.loaded == digest_of_sample(batch, only_labels=False)
-        self.loaded = "" if is_alike else self.loaded
-        return is_alike and len(self) > 1 and self[-2] < 0
+        told = digest_of_sample(batch, only_labels=False)
+        if is_first or told in self.loaded[:1]:
+            self.loaded = [told] if is_first else []
+        elif len(self.loaded) == 1:
+            self.loaded.append(told)
+
+    def is_where_loaded(self, batch: list[Any], number: int) -> bool:
+        """Whether the first two batches of a pass are those behind a loaded state, though the pass before has ended.
+
+        Args:
+            batch: One of them.
+            number: Its number in the pass.
+        """
+        is_alike = number < len(self.loaded) == 2 and self.loaded[number] == digest_of_sample(batch, only_labels=False)
+        follows = number == (self._num_alike if number else 0)
+        self._num_alike = number + 1 if is_alike and follows else 0
+        if self._num_alike < 2:
+            return False
+        self.loaded = []
+        return len(self) > 1 and self[-2] < 0
 
     def look_outside(self, dataset: Any) -> dict[str, str]:
         """Digests of values outside of the dataset, from before its first pass in this process."""

@@ -293,6 +293,45 @@ def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
     assert not unseeded.said
 
 
+class FewKinds:
+    """Samples of few kinds, in another order in each pass; its state is right, or stays in force."""
+
+    at, loaded, epoch = 0, 0, -1
+
+    def __init__(self, stays: bool) -> None:
+        self.stays = stays
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += not self.loaded
+        self.at = self.loaded - 1
+        # The first two samples of pass 1 are those behind sample 2 of pass 0.
+        order = (0, 1, 9, 9, 5, 6, 8, 8, 7, 7) if self.epoch else (9, 9, 0, 1, 5, 6, 7, 7, 8, 8)
+        for number in order[self.loaded :]:
+            self.at += 1
+            yield number
+        self.loaded = 2 if self.stays and self.loaded else 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at + 1, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded, self.epoch = state["at"], state["epoch"]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_passes_that_begin_alike_by_chance_are_not_taken_for_one_another(stays: bool) -> None:
+    dataset = FewKinds(stays)
+    slot = slot_of(dataset)
+    before = [next(slot) for _ in range(3)]
+    assert before[1] == [0, 1]
+    resumed = FewKinds(stays)
+    slot = slot_of(resumed, slot.state())
+    assert list(slot) == [[7, 7], [8, 8]]
+    following = slot_of(resumed, None, 1)
+    list(following)
+    assert ["where the resume began" in one for one in following.said] == [True] * stays
+
+
 class OverLibrary(Numbers):
     """Draws where it is iterated, and reads from a library that has a pool of its own."""
 
