@@ -16,6 +16,7 @@ from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
     INEXACT,
     NUM_FIRST,
+    PERHAPS,
     FirstSamples,
     digest_of_dataset,
     digest_of_sample,
@@ -388,7 +389,8 @@ class IterableSlot:
                 self._take_state_again(later + 1)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
         if not is_same:
-            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
+            cost = INEXACT if epoch == self.epoch else PERHAPS
+            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {cost}")
         elif not held.get("more") and (other := self._generators.said(held)):
             self.said.append(f"{self._name()} {other}")
         return is_same

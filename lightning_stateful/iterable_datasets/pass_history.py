@@ -39,11 +39,14 @@ _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 # What is said of a dataset with a state of its own.
-INEXACT = (
-    "the resume is not exact. Its own state_dict and load_state_dict leave something out, such as its position in the "
-    "pass, a buffer, or a generator of random numbers, or a state that was loaded stays in force for later passes. "
-    'Have them see to it; accept=("nondeterministic",) is silent.'
+LEFT_OUT = (
+    "Its own state_dict and load_state_dict leave something out, such as its position in the pass, a buffer, or a "
+    "generator of random numbers, or a state that was loaded stays in force for later passes. Have them see to it; "
+    'accept=("nondeterministic",) is silent.'
 )
+INEXACT = f"the resume is not exact. {LEFT_OUT}"
+# Of one that has left it out in a pass that is over.
+PERHAPS = f"that pass is over, so the resume is exact if later passes do not depend on that. {LEFT_OUT}"
 
 
 class PassHistory(list[int]):
