@@ -65,11 +65,13 @@ class _Window:
 
 def note_batch(trainer: pl.Trainer) -> None:
     """A batch begins; where nobody keeps a state of its own nothing is noted."""
-    if next(_owners(trainer), None) is None:
+    kept = vars(trainer.fit_loop)
+    if _WINDOW not in kept:
+        # In most runs, at every batch.
         return
-    known: _Window | None = vars(trainer.fit_loop).get(_WINDOW)
+    known: _Window | None = kept[_WINDOW]
     if known is None or next_step(trainer)[1] % trainer.accumulate_grad_batches == 0:
-        vars(trainer.fit_loop)[_WINDOW] = _Window(trainer)
+        kept[_WINDOW] = _Window(trainer)
     else:
         known.note_batch(trainer)
 
@@ -81,8 +83,8 @@ def note_validation(trainer: pl.Trainer) -> None:
         known.note_validation(trainer)
 
 
-def forget_window(trainer: pl.Trainer) -> None:
-    """Forget what was noted."""
+def end_watching(trainer: pl.Trainer) -> None:
+    """Undo :func:`watch`."""
     vars(trainer.fit_loop).pop(_WINDOW, None)
 
 
@@ -113,8 +115,8 @@ def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     return list(dict.fromkeys(kind.__qualname__ for kind in kinds if _has_batch_end(kind)))
 
 
-def expect(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> None:
-    """Warn on a resume of what a checkpoint has; to be called in ``on_train_start``.
+def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> None:
+    """Begin to follow what is counted, and warn on a resume of what a checkpoint has; called in ``on_train_start``.
 
     Args:
         trainer: The trainer.
@@ -124,6 +126,8 @@ def expect(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> 
     Warns:
         StatefulWarning: Something was restored that has counted batches which are trained on again, or lacks one.
     """
+    if next(_owners(trainer), None) is not None:
+        vars(trainer.fit_loop)[_WINDOW] = None
     if missed:
         rank_zero_warn(
             "The checkpoint was written after an error behind the optimizer's step, so its latest batch counts, but "

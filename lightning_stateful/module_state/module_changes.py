@@ -71,7 +71,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
-    counted_batches.expect(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
+    counted_batches.watch(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in _callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -85,7 +85,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     cut_epochs.end_watching(trainer)
     module_flags.end_watching(trainer)
     passing_values.end_watching(trainer)
-    counted_batches.forget_window(trainer)
+    counted_batches.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
