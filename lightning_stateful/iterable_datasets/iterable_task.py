@@ -10,6 +10,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.stream_nodes.nodes import NodeState
+from lightning_stateful.stream_nodes.own_state import has_state
 
 # The state of a worker slot before it has read anything.
 FRESH: NodeState = {
@@ -81,3 +82,8 @@ def name_of_dataset(dataset: Any) -> str:
     """The class of a dataset, without the wrapper that DataLoader puts around a DataPipe."""
     inner = getattr(dataset, "_datapipe", dataset) if isinstance(dataset, IterDataPipe) else dataset
     return type(inner).__qualname__
+
+
+def is_told(dataset: Any) -> bool:
+    """Whether a state, or ``set_epoch``, tells a dataset what it gives."""
+    return has_state(dataset) or callable(getattr(dataset, "set_epoch", None))

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
-from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask, begin_datapipe, name_of_dataset
+from lightning_stateful.iterable_datasets.iterable_task import (
+    FRESH,
+    IterableTask,
+    begin_datapipe,
+    is_told,
+    name_of_dataset,
+)
 from lightning_stateful.iterable_datasets.kept_generators import KeptGenerators
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
@@ -448,7 +454,11 @@ class IterableSlot:
         held = self._held
         if held["state"] is None:
             # From some there is none before.
-            return {"state": self._own_state(), "since": 0, "first": self._digest_of(batch, None) if batch else None}
+            return {
+                "state": own_state(self._dataset, self._iterator, self._name()),
+                "since": 0,
+                "first": self._digest_of(batch, None) if batch else None,
+            }
         if not batch:
             return {"since": held["since"]}
         since = held["since"] + 1
@@ -463,7 +473,7 @@ class IterableSlot:
         """Take the dataset's state if it is due, so many batches after the one that is kept."""
         self._waiting, size = self._next_state, None if self._config.gives_batches else self._config.batch_size or 1
         kept, since = (state, since) if self._waiting is None else (self._waiting, 1)
-        self._next_state = self._own_state() if is_due(kept, since, size) else None
+        self._next_state = own_state(self._dataset, self._iterator, self._name()) if is_due(kept, since, size) else None
 
     def _take_state_again(self, number: int) -> None:
         """Take the states that were taken before a resume behind one of the last batches, of which so many are read."""
@@ -480,12 +490,10 @@ class IterableSlot:
         elif number < 2 and self._config.is_checked and self._history.is_where_loaded(batch, number):
             self.said.append(f"{self._name()} begins pass {self.epoch} where the resume began: {INEXACT}")
 
-    def _own_state(self) -> NodeState:
-        return own_state(self._dataset, self._iterator, self._name())
-
     def _digest_of(self, batch: list[Any], before: str | None) -> str:
-        # Without labels, what is not seeded may be augmented otherwise.
-        return digest_of_sample(batch[:NUM_FIRST], before, only_labels=self._config.sample_seed is None)
+        # What is drawn and not seeded may be augmented otherwise.
+        is_drawn = self._config.sample_seed is None and self._draws.are_found()
+        return digest_of_sample(batch[:NUM_FIRST], before, only_labels=is_drawn)
 
     def _seed(self, epoch: int, number: int) -> None:
         seed_reads(self._config.sample_seed, self._config.kinds_alike, self._task, epoch, number)
@@ -493,8 +501,3 @@ class IterableSlot:
 
     def _name(self) -> str:
         return self._config.name_of_slot(self._task.rank, self._task.worker)
-
-
-def is_told(dataset: Any) -> bool:
-    """Whether a state, or ``set_epoch``, tells a dataset what it gives."""
-    return has_state(dataset) or callable(getattr(dataset, "set_epoch", None))

@@ -24,7 +24,7 @@ from lightning_stateful.generators.attributes import (
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
-from lightning_stateful.samplers.fingerprint import digest, hex_digest
+from lightning_stateful.samplers.fingerprint import digest, digest_of_tensor, hex_digest
 from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.stream_nodes.own_state import has_state
 
@@ -451,12 +451,16 @@ def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
     if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
         return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]
     if isinstance(value, torch.Tensor) and can_be_read(value):
-        is_label = value.dtype in _LABEL_TYPES
-        parts = [*value.shape, value.detach().reshape(-1)[:_MOST_NUMBERS]]
-    elif isinstance(value, np.ndarray):
-        is_label = value.dtype.kind in "iuSU" and value.itemsize > 1
-        parts = [*value.shape, value.reshape(-1)[:_MOST_NUMBERS]]
-    else:
-        is_label = isinstance(value, (int, str, bytes, np.integer))
-        parts = [value if is_label or isinstance(value, float) else type(value).__qualname__]
-    return parts if is_label or not only_labels else []
+        if only_labels and value.dtype not in _LABEL_TYPES:
+            return []
+        return [*value.shape, digest_of_tensor(value.detach().reshape(-1)[:_MOST_NUMBERS])]
+    if isinstance(value, np.ndarray):
+        if only_labels and (value.dtype.kind not in "iuSU" or value.itemsize == 1):
+            return []
+        first = value.reshape(-1)[:_MOST_NUMBERS]
+        read = first if value.dtype.hasobject else hex_digest(str(value.dtype).encode(), first.tobytes())
+        return [*value.shape, read]
+    is_label = isinstance(value, (int, str, bytes, np.integer))
+    if only_labels and not is_label:
+        return []
+    return [value if is_label or isinstance(value, float) else type(value).__qualname__]

@@ -171,14 +171,19 @@ class UnseededDraws:
     def __init__(self, dataset: Any, *, gives_batches: bool) -> None:
         self._dataset, self._gives_batches, self._others = dataset, gives_batches, set(threading.enumerate())
         self._num_read = 0
+        self._is_looked_at = False
         self._before: Any = None
 
     def note_seeded(self, seed: int | None) -> None:
         """A batch is about to be read, for which the generators were seeded, unless the seed is None."""
         # With its first batch a pass may begin one of a DataLoader, which draws a seed for workers.
-        is_unseeded = seed is None and self._gives_batches and self._num_read > 0
-        is_looked_at = self._num_read < _LOOKS and (is_unseeded or (seed is not None and self._started()))
-        self._before = process_states() if is_looked_at else None
+        may_draw = self._started() if seed is not None else self._gives_batches and self._num_read > 0
+        self._is_looked_at = self._num_read < _LOOKS and may_draw
+        self._before = process_states() if self._is_looked_at or seed is None else None
+
+    def are_found(self) -> bool:
+        """Whether something was drawn since :meth:`note_seeded`, where nothing is seeded or threads run."""
+        return self._before is not None and self._before != process_states()
 
     def said(self, name: str) -> list[str]:
         """A text if something was drawn since :meth:`note_seeded`, once.
@@ -186,7 +191,7 @@ class UnseededDraws:
         Args:
             name: The dataset's name.
         """
-        is_found = self._before is not None and self._before != process_states()
+        is_found = self._is_looked_at and self.are_found()
         self._num_read += _LOOKS if is_found else 1
         if not is_found:
             return []

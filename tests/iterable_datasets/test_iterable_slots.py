@@ -293,6 +293,44 @@ def test_draws_in_threads_of_a_dataset_are_told_once(in_pool: bool) -> None:
     assert not unseeded.said
 
 
+class Floats:
+    """Batches of floats alone; its state may be that of what a wrapper has fetched ahead, and it may augment them."""
+
+    at, loaded = 0, 0
+
+    def __init__(self, ahead: int = 0, *, augments: bool = False) -> None:
+        self.ahead, self.augments = ahead, augments
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at, self.loaded = self.loaded, 0
+        while self.at < 10:
+            self.at += 1
+            yield torch.full((4,), self.at / 8) + (torch.rand(4) if self.augments else 0)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at + self.ahead}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["at"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("number", range(3, 9))
+def test_batches_of_floats_that_a_state_does_not_lead_back_to_are_told(ahead: int, number: int) -> None:
+    how: dict[str, Any] = {"sample_seed": None, "batch_size": None, "gives_batches": True}
+    slot = slot_of(Floats(ahead), **how)
+    list(islice(slot, number))
+    resumed = slot_of(Floats(ahead), slot.state(), **how)
+    list(resumed)
+    assert ["gives other samples" in one for one in resumed.said] == [True] * ahead
+    # What is drawn from the process is another each time, and tells nothing.
+    slot = slot_of(Floats(augments=True), **how)
+    list(islice(slot, number))
+    resumed = slot_of(Floats(augments=True), slot.state(), **how)
+    list(resumed)
+    assert ["from where the model has left" in one for one in resumed.said] == [True]
+
+
 class FewKinds:
     """Samples of few kinds, in another order in each pass; its state is right, or stays in force."""
 
