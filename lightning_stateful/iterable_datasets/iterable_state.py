@@ -33,7 +33,7 @@ _SLOT = {
     "built?": {str: str},
     "begun?": {str: str},
     "left?": {str: str},
-    "locals?": {str: str},
+    "kept?": {str: str},
     "samples": Either(None, (str, str, str, bool)),
     "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
 }

@@ -17,7 +17,7 @@ from lightning_stateful.iterable_datasets.iterable_task import (
     is_told,
     name_of_dataset,
 )
-from lightning_stateful.iterable_datasets.kept_generators import KeptGenerators
+from lightning_stateful.iterable_datasets.kept_values import KeptValues
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
     INEXACT,
@@ -143,7 +143,7 @@ class IterableSlot:
         ``{"dataset": its state_dict(), "iterator": that of its iterator}``, each or None, that was taken ``since``
         batches ago; of one that is its own iterator the latter alone. ``first``, a digest of the batches since, but for
         the first of several, or of the first one of a pass; ``generators``, one of random generators that it holds;
-        ``locals``, those of its iterator. Without a state: ``samples``, digests of some samples; ``passes``, of each
+        ``kept``, what else it keeps. Without a state: ``samples``, digests of some samples; ``passes``, of each
         pass before, in the same process, the batches read, as ``-1 - batches`` if read to its end; ``changes``, whether
         the end of one of them has changed the dataset; ``draws``, whether samples were drawn from a random generator in
         it; ``outside``, digests of what passes have changed outside of it, from before the first pass; ``built``,
@@ -258,10 +258,7 @@ class IterableSlot:
 
     def _set_iterator(self, iterator: Any) -> None:
         self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
-        # Of a copy that ends with the pass nothing is drawn later.
-        is_looked_at = self._config.stays and self._config.is_checked and has_state(self._dataset)
-        parts = parts_of(self._dataset) if is_looked_at else []
-        self._generators = KeptGenerators(parts, iterator if self._config.is_checked else None)
+        self._kept = KeptValues(self._dataset, iterator, stays=self._config.stays, is_checked=self._config.is_checked)
 
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
@@ -397,7 +394,7 @@ class IterableSlot:
         if not is_same:
             cost = INEXACT if epoch == self.epoch else PERHAPS
             self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {cost}")
-        elif not held.get("more") and (other := self._generators.said(held)):
+        elif not held.get("more") and (other := self._kept.said(held)):
             self.said.append(f"{self._name()} {other}")
         return is_same
 
@@ -438,7 +435,7 @@ class IterableSlot:
         changes |= self._history.noted()
         if has_state(self._dataset) or has_state(self._iterator):
             self._compare_with_loaded(batch)
-            changes |= {**self._state_after(batch), **self._generators.noted()}
+            changes |= {**self._state_after(batch), **self._kept.noted(held)}
         elif self._config.is_checked and batch:
             changes["samples"] = list(FirstSamples(*held["samples"] or ()).behind(batch, held["item"]))
         self._held = {**held, **changes}

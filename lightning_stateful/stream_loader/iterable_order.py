@@ -18,7 +18,7 @@ from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
-from lightning_stateful.iterable_datasets.kept_generators import KeptGenerators
+from lightning_stateful.iterable_datasets.kept_values import KeptGenerators
 from lightning_stateful.iterable_datasets.pass_history import (
     beginning_of,
     digest_of_dataset,

@@ -1,0 +1,162 @@
+"""What an iterable dataset and its iterator keep while they are read, and a state of their own may leave out."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from lightning_stateful.errors import some_of
+from lightning_stateful.generators.attributes import attributes_of, is_users
+from lightning_stateful.generators.rng import GENERATORS, state_of_generator
+from lightning_stateful.iterable_datasets.pass_history import parts_of
+from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.stream_nodes.own_state import has_state
+
+OTHER_GENERATORS = (
+    "holds a random generator that does not stand where it stood, because its own state_dict and load_state_dict leave "
+    "it out: the resume is not exact in later passes, unless each of them seeds it. Have them see to it; "
+    'accept=("nondeterministic",) is silent.'
+)
+OTHER_VALUES = (
+    "does not hold what it held before the stop in {}, because its own state_dict and load_state_dict leave that out. "
+    "If later samples depend on it, the resume is not exact. Have them see to it; "
+    'accept=("nondeterministic",) is silent.'
+)
+# Generator functions that read from one another by ``yield from``.
+_MOST_NESTED = 8
+# Bytes of an array, and values of a dict, that are looked at.
+_MOST_BYTES, _MOST_VALUES = 2**12, 2**12
+
+
+class KeptGenerators:
+    """The random generators that datasets hold in attributes, and go on drawing from.
+
+    Args:
+        datasets: A dataset, and the datasets in it.
+    """
+
+    def __init__(self, datasets: list[Any]) -> None:
+        self._datasets = datasets
+
+    def digest(self) -> str:
+        """Digest of the states of all of them, the same in every process; empty if there are none."""
+        texts = _texts_of(value for dataset in self._datasets for value in attributes_of(dataset).values())
+        return hex_digest("".join(texts).encode()) if texts else ""
+
+    def noted(self) -> dict[str, Any]:
+        """What a state holds of them."""
+        return {"generators": found} if (found := self.digest()) else {}
+
+    def stand_elsewhere(self, noted: str) -> bool:
+        """Whether they stand elsewhere than where a digest was noted."""
+        return "" not in (noted, found := self.digest()) and found != noted
+
+
+class KeptValues:
+    """What a pass over a dataset with a state of its own keeps beside its position.
+
+    These are random generators in attributes of the dataset, and in local variables of its iterator; and lists, sets,
+    counts by key and small arrays in either that change while the pass is read. A ``state_dict`` that leaves one of
+    them out leads to the right samples at first. Later the generator draws the order of another block, or a sample is
+    not left out that has come already.
+
+    Attributes are those of classes of the user's. Local variables are those of generator functions, and of functions
+    that these read from by ``yield from``.
+
+    Args:
+        dataset: The dataset.
+        iterator: Its iterator.
+        stays: Whether the same object is read in later passes.
+        is_checked: Whether anything is looked at.
+    """
+
+    def __init__(self, dataset: Any, iterator: Any, *, stays: bool, is_checked: bool) -> None:
+        parts = parts_of(dataset) if is_checked and has_state(dataset) else []
+        self._parts = [part for part in parts if is_users(type(part).__module__)]
+        self._iterator = iterator if is_checked else None
+        # Of a copy that ends with the pass nothing is drawn later.
+        self._generators = KeptGenerators(parts if stays else [])
+        # Values as they were first seen, and the names of those that were others since.
+        self._first: dict[str, str] = {}
+        self._changed: set[str] = set()
+
+    def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """What a state holds of them.
+
+        Args:
+            before: What it has held so far.
+        """
+        found = self._values()
+        self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
+        self._changed |= before.get("kept", {}).keys()
+        return {**self._generators.noted(), "kept": {**self._drawn(), **_only(found, self._changed)}}
+
+    def said(self, noted: Mapping[str, Any]) -> str:
+        """What is to be said where they are others than noted; empty if they are not.
+
+        Args:
+            noted: What :meth:`noted` gave at the same place of the pass, and more.
+        """
+        if self._generators.stand_elsewhere(noted.get("generators", "")):
+            return OTHER_GENERATORS
+        found = {**self._drawn(), **self._values()}
+        others = [name for name, value in noted.get("kept", {}).items() if found.get(name, value) != value]
+        return OTHER_VALUES.format(some_of(others)) if others else ""
+
+    def _drawn(self) -> dict[str, str]:
+        """Digests of the states of random generators in local variables."""
+        found = ((name, text) for name, value in self._locals() for text in _texts_of([value]))
+        return {name: hex_digest(text.encode()) for name, text in found}
+
+    def _values(self) -> dict[str, str]:
+        """Of lists, sets, counts by key and arrays, what tells that they were changed."""
+        held = chain(self._locals(), self._attributes())
+        return {name: text for name, value in held if (text := _text_of(value))}
+
+    def _locals(self) -> Iterator[tuple[str, Any]]:
+        iterator = self._iterator
+        for _ in range(_MOST_NESTED):
+            if not inspect.isgenerator(iterator):
+                return
+            for name, value in inspect.getgeneratorlocals(iterator).items():
+                yield f"{iterator.__name__}.{name}", value
+            iterator = iterator.gi_yieldfrom
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for part in self._parts:
+            for name, value in attributes_of(part).items():
+                yield f"{type(part).__qualname__}.{name}", value
+
+
+def _text_of(value: Any) -> str:
+    """How long a list or set is, the sum of counts, and the bytes of a small array; empty for anything else."""
+    if isinstance(value, (list, set, deque)):
+        return f"{type(value).__name__} {len(value)}"
+    if isinstance(value, dict) and 0 < len(value) <= _MOST_VALUES and all(type(one) is int for one in value.values()):
+        # A dict of anything else may be a cache.
+        return f"{type(value).__name__} {len(value)} {sum(value.values())}"
+    if isinstance(value, (np.ndarray, bytearray)):
+        size = value.nbytes if isinstance(value, np.ndarray) else len(value)
+        is_read = size <= _MOST_BYTES and not getattr(value, "dtype", np.dtype(int)).hasobject
+        return hex_digest(bytes(value)) if is_read else ""
+    return ""
+
+
+def _only(held: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in held.items() if name in names}
+
+
+def _texts_of(values: Iterable[Any]) -> list[str]:
+    """The states of those among some values that are random generators; one by the operating system has none."""
+    found: list[str] = []
+    for value in values:
+        if isinstance(value, GENERATORS):
+            with suppress(Exception):
+                found.append(state_of_generator(value))
+    return found
