@@ -428,7 +428,7 @@ class IterableSlot:
         held = self._held
         number, item = held["batches"] + bool(batch), held["item"] + len(batch)
         self._history[self._number] = number if batch else -1 - number
-        self.said += self._draws.said(self._name())
+        self.said += [*self._draws.said(self._name()), *self._kept.late(self._name())]
         changes: NodeState = {"batches": number, "item": item, "over": not batch, "since": number}
         changes |= {"exhausted": self._is_exhausted, "left_out": self._left_out}
         self._watch_contents(item, is_first=not held["batches"])

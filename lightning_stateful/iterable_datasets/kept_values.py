@@ -85,6 +85,8 @@ class KeptValues:
         # Values as they were first seen, and the names of those that were others since.
         self._first: dict[str, str] = {}
         self._changed: set[str] = set()
+        # Random generators that stand elsewhere than before a resume: where they stand, and where they stood then.
+        self._elsewhere: dict[str, tuple[str, str]] = {}
 
     def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """What a state holds of them.
@@ -95,7 +97,8 @@ class KeptValues:
         found = self._values()
         self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
         self._changed |= before.get("kept", {}).keys()
-        return {**self._generators.noted(), "kept": {**self._drawn(), **_only(found, self._changed)}}
+        drawn = {**self._drawn(), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
+        return {**self._generators.noted(), "kept": {**drawn, **_only(found, self._changed)}}
 
     def said(self, noted: Mapping[str, Any]) -> str:
         """What is to be said where they are others than noted; empty if they are not.
@@ -105,9 +108,26 @@ class KeptValues:
         """
         if self._generators.stand_elsewhere(noted.get("generators", "")):
             return OTHER_GENERATORS
-        found = {**self._drawn(), **self._values()}
-        others = [name for name, value in noted.get("kept", {}).items() if found.get(name, value) != value]
+        before, drawn, values = noted.get("kept", {}), self._drawn(), self._values()
+        are_others = {name for name in drawn if name in before and before[name] != drawn[name]}
+        self._elsewhere = {name: (drawn[name], before[name]) for name in are_others}
+        others = [name for name, value in before.items() if values.get(name, value) != value]
         return OTHER_VALUES.format(some_of(others)) if others else ""
+
+    def late(self, name: str) -> list[str]:
+        """A text once a random generator in a local variable is drawn from that stands elsewhere than before a resume.
+
+        Until then it may have drawn what the state has, such as an order, and nothing else.
+
+        Args:
+            name: The dataset's name.
+        """
+        if not self._elsewhere:
+            return []
+        drawn = self._drawn()
+        others = [one for one, (stands, _) in self._elsewhere.items() if drawn.get(one, stands) != stands]
+        self._elsewhere = {} if others else self._elsewhere
+        return [f"{name} {OTHER_VALUES.format(some_of(others))}"] if others else []
 
     def _drawn(self) -> dict[str, str]:
         """Digests of the states of random generators in local variables."""

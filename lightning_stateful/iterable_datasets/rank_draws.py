@@ -171,14 +171,15 @@ class UnseededDraws:
     def __init__(self, dataset: Any, *, gives_batches: bool) -> None:
         self._dataset, self._gives_batches, self._others = dataset, gives_batches, set(threading.enumerate())
         self._num_read = 0
-        self._is_looked_at = False
+        self._is_looked_at = self._is_seeded = False
         self._before: Any = None
 
     def note_seeded(self, seed: int | None) -> None:
         """A batch is about to be read, for which the generators were seeded, unless the seed is None."""
         # With its first batch a pass may begin one of a DataLoader, which draws a seed for workers.
-        may_draw = self._started() if seed is not None else self._gives_batches and self._num_read > 0
+        may_draw = self._started() if seed is not None else self._num_read > 0
         self._is_looked_at = self._num_read < _LOOKS and may_draw
+        self._is_seeded = seed is not None
         self._before = process_states() if self._is_looked_at or seed is None else None
 
     def are_found(self) -> bool:
@@ -195,12 +196,13 @@ class UnseededDraws:
         self._num_read += _LOOKS if is_found else 1
         if not is_found:
             return []
-        if self._gives_batches:
+        if self._gives_batches or not self._is_seeded:
+            remedy = "train on a DataLoader" if self._gives_batches else "leave seed_samples on"
             return [
                 f"{name} draws from the process's random generators, from where the model has left them. So the first "
                 "batches after a resume draw other numbers than without the stop. Let it draw from a generator of its "
-                "own that is in its state; or train on a DataLoader, or on a graph of torchdata nodes with "
-                "StreamDataModule(graph), whose samples are seeded."
+                f"own that is in its state; or {remedy}, or train on a graph of torchdata nodes with "
+                "StreamDataModule(graph): their samples are seeded."
             ]
         return [
             f"{name} runs threads of its own in this process, while random numbers are drawn from the process's "

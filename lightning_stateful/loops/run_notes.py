@@ -177,11 +177,6 @@ def say_what_is_exact(
     for path, loader in combined.loaders.items():
         where = f"Training data {path!r}" if path else "Training data"
         notes = [computed_note(loader), loader.resume_note, more[path]]
-        if model_seed is None and combined.is_unseeded(path):
-            notes.append(
-                "What it draws as a pass begins, such as an order, seed_model=False leaves unseeded: a resume may draw "
-                "otherwise."
-            )
         if repeats := loader.plan(0).repeats():
             notes.append(
                 f"{repeats}, because {loader.topology.num_replicas} ranks take equal steps. "

@@ -13,6 +13,7 @@ from lightning_stateful.core.seeding import derive_seed_within
 from lightning_stateful.errors import Difference, StateMismatchError
 from lightning_stateful.generators.rng import (
     KINDS,
+    Randomness,
     keep_randomness,
     seed_devices,
     seed_kinds,
@@ -99,24 +100,50 @@ def seed_stage(trainer: pl.Trainer, seed: int, stage: str, combined: CombinedLoa
     seed_model(seed, topology_of(trainer).rank, kinds_of_model(combined), stage, *next_step(trainer))
 
 
-def seed_pass(trainer: pl.Trainer, seed: int, combined: CombinedLoaders, path: str, epoch: int, begun: bool) -> None:
-    """Seed what a loader draws as it begins a pass, such as an order, where its reads are not seeded.
+class PassSeeds:
+    """Seeds what loaders draw as they begin a pass, such as an order, where their reads are not seeded.
 
-    By then ``on_train_epoch_start`` has seeded it; and where it is read behind another loader, the batch of that has.
-    But Lightning fetches the first batch of a loader without length before that hook, in a first epoch and on a resume,
-    and does not call the hook where it resumes within an epoch.
+    The generators of the process are seeded for that. With ``seed_model`` they are by then, for the loader that is read
+    first, in ``on_train_epoch_start``. But Lightning fetches the first batch of a loader without length before that
+    hook, in a first epoch and on a resume, and does not call the hook where it resumes within an epoch. Without
+    ``seed_model`` they are put back once the first batch was read.
 
     Args:
         trainer: The trainer.
         seed: The seed.
-        combined: The training loaders.
-        path: Which of them it is.
-        epoch: The epoch.
-        begun: Whether that hook was called for the pass, if the loop's counters say that the epoch has begun.
+        seeds_model: Whether the model is seeded.
     """
-    if combined.is_unseeded(path) and not (begun and epoch_has_begun(trainer)):
-        stage = "epoch start" if path == next(iter(combined.loaders)) else "batch"
-        seed_model(seed, topology_of(trainer).rank, kinds_of_model(combined), stage, epoch, 0)
+
+    def __init__(self, trainer: pl.Trainer, seed: int, *, seeds_model: bool) -> None:
+        self._trainer, self._seed, self._seeds_model = trainer, seed, seeds_model
+        self._before: Randomness | None = None
+
+    def begin(self, combined: CombinedLoaders, path: str, epoch: int, *, begun: bool) -> None:
+        """A pass is about to begin.
+
+        Args:
+            combined: The training loaders.
+            path: Which of them it is.
+            epoch: The epoch.
+            begun: Whether that hook was called for the pass, if the loop's counters say that the epoch has begun.
+        """
+        if not combined.is_unseeded(path):
+            return
+        stage = f"pass {path}"
+        if not self._seeds_model:
+            self._before = self._before or Randomness.now()
+        elif path == next(iter(combined.loaders)):
+            if begun and epoch_has_begun(self._trainer):
+                return
+            stage = "epoch start"
+        rank, alike = topology_of(self._trainer).rank, kinds_of_model(combined)
+        seed_model(self._seed, rank, alike, stage, epoch, 0)
+
+    def end(self) -> None:
+        """A batch was read."""
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
 
 
 def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:

@@ -156,6 +156,7 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
+        self._pass_seeds = run_seeds.PassSeeds(trainer, self.seed, seeds_model=settings.seed_model)
         self.content = BatchContent(self.combined.loaders, trainer)
         # Compares the content of a checkpoint's batches, before the first one of a resume is read.
         self._compare: Callable[[], None] | None = None
@@ -443,9 +444,8 @@ class TrainLoaders:
         # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
         if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
-        if self._settings.seed_model:
-            begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
-            run_seeds.seed_pass(self._trainer, self.seed, self.combined, path, epoch, begun)
+        begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
+        self._pass_seeds.begin(self.combined, path, epoch, begun=begun)
         plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
@@ -474,6 +474,7 @@ class TrainLoaders:
     def _seed_batch(self) -> None:
         if self._settings.seed_model:
             run_seeds.seed_model(self.seed, *self._draws_of_model, "batch", *self._next_step())
+        self._pass_seeds.end()
 
 
 def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ledger import batches
-from support.runs import assert_goes_on_from_every_moment, train_alone
+from support.ledger import LedgerModel, batches
+from support.runs import assert_goes_on_from_every_moment, seeded, train_alone
 from torch.utils.data import DataLoader, IterableDataset
 
 MOMENTS = [
@@ -80,16 +80,29 @@ class Samples(IterableDataset[Any]):
             yield {"id": torch.tensor(number), "x": torch.full((4,), number / 100)}
 
 
-def assert_is_drawn_again(folder: Path, make: Any, **options: Any) -> None:
-    whole = assert_goes_on_from_every_moment(folder, make, MOMENTS, train_alone, max_epochs=3, **options)
+def assert_is_drawn_again(folder: Path, make: Any, run: Any = train_alone, **options: Any) -> Any:
+    whole = assert_goes_on_from_every_moment(folder, make, MOMENTS, run, max_epochs=3, **options)
     orders = {tuple(map(str, batches(whole.ledger, epoch))) for epoch in range(3)}
     assert len(orders) == 3
+    return whole
+
+
+def run_without_seeding(make: Any, *, seed: int = 1, **options: Any) -> Any:
+    """What the model draws would be others after a resume, so it draws nothing."""
+    model = seeded(LedgerModel, seed)
+    model.net[1] = torch.nn.Identity()
+    torch.manual_seed(5)
+    found = train_alone(make, model=model, settings={"seed_model": False}, **options)
+    # What is seeded for the order is put back.
+    assert torch.initial_seed() == 5
+    return found
 
 
 @READ_AGAIN
+@pytest.mark.parametrize("seeds_model", [True, False])
 @pytest.mark.parametrize("kind", [Shuffled, Sized, ShuffledAtOnce, Remembers])
-def test_an_order_that_an_iterable_draws_is_drawn_again(tmp_path: Path, kind: Any) -> None:
-    assert_is_drawn_again(tmp_path, kind)
+def test_an_order_that_an_iterable_draws_is_drawn_again(tmp_path: Path, kind: Any, seeds_model: bool) -> None:
+    assert_is_drawn_again(tmp_path, kind, train_alone if seeds_model else run_without_seeding)
 
 
 @READ_AGAIN
@@ -100,5 +113,9 @@ def test_so_is_one_of_a_loader_that_is_not_seeded(tmp_path: Path, num_workers: i
 
 
 @READ_AGAIN
-def test_so_are_those_of_two_side_by_side(tmp_path: Path) -> None:
-    assert_is_drawn_again(tmp_path, lambda: {"one": Sized(), "two": Sized()})
+def test_so_are_those_of_three_side_by_side(tmp_path: Path) -> None:
+    whole = assert_is_drawn_again(tmp_path, lambda: {name: Sized() for name in ("one", "two", "three")})
+    orders = [
+        tuple(part for _, part in batch) for batch in zip(*(one for one in batches(whole.ledger, 1)), strict=True)
+    ]
+    assert len(set(orders)) == 3
