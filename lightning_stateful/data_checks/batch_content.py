@@ -318,7 +318,14 @@ class BatchContent:
         once, again = map(digest_of_batch, read)
         if once == again or is_same_batch(once, again):
             return once
-        if not is_first:
+        if not is_first and not loader.seed_samples:
+            rank_zero_warn(
+                f"{name} has another content whenever it is read, and seed_samples=False leaves the process's random "
+                "generators as they stand. If samples draw from them, a resume within an epoch is not exact in that. "
+                "Leave seed_samples on, or derive samples from the index and the epoch.",
+                category=StatefulWarning,
+            )
+        elif not is_first:
             rank_zero_warn(
                 f"{name} has another content whenever it is read. Either the dataset, a transform or the collate_fn "
                 "remembers what was read (a count of reads, a queue, the sample before), or it draws from the system's "
@@ -328,9 +335,8 @@ class BatchContent:
                 "that are attributes of the dataset.",
                 category=StatefulWarning,
             )
-            # The first reading of a process may well be what it was in the other one.
-            return once if is_same_batch(saved, once) else None
-        return None
+        # The first reading of a process may well be what it was in the other one.
+        return once if not is_first and is_same_batch(saved, once) else None
 
 
 def _say_moved(name: str, moved: Collection[tuple[str, str, bool]]) -> None:

@@ -46,9 +46,10 @@ GOES_ON = (
     "load_state_dict."
 )
 KEEPS = (
-    "keeps what it draws from torch, NumPy or random as a pass begins, such as a list that it shuffles in place. What "
-    "an iterable that is no DataLoader draws follows no seed, and earlier passes are begun again with other draws: the "
-    "resume is not exact. Shuffle a copy, by a generator that is seeded from the epoch, or pass a DataLoader."
+    "keeps what it draws from torch, NumPy or random as a pass begins, such as a list that it shuffles in place. That "
+    "is not seeded for it (an iterable that is no DataLoader, or seed_samples=False), and earlier passes are begun "
+    "again with other draws: the resume is not exact. Shuffle a copy, by a generator that is seeded from the epoch, or "
+    "pass a DataLoader, with seed_samples on."
 )
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
 # Items that tell a pass from another.
