@@ -21,6 +21,7 @@ from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.patching import AnyLoader, map_style
+from lightning_stateful.loaders.planned_batches import ChosenBatch
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
@@ -31,6 +32,8 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
+# Indices of a batch that are kept.
+_MOST_INDICES = 2**12
 
 
 class BatchContent:
@@ -51,11 +54,10 @@ class BatchContent:
 
     def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
-        self._map_style = map_style(loaders)
-        # A user's sampler would have to be iterated to read a batch of it again.
-        self._loaders = {
-            path: loader for path, loader in self._map_style.items() if not isinstance(loader.order, WrappedSampler)
-        }
+        self._map_style = self._loaders = map_style(loaders)
+        # A user's sampler would have to be iterated to know a batch of it again, so its indices are kept.
+        for loader in filter(_has_sampler, self._loaders.values()):
+            loader.keep_indices()
         # Of the datasets as they were built; as a pass began; and the names of those that reading changes.
         self._built = {path: _settings_of(loader) for path, loader in self._loaders.items()}
         self._at_begin: dict[str, dict[str, str]] = {}
@@ -101,6 +103,10 @@ class BatchContent:
             return
         plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
+        chosen = {"chosen": [loader.number, *loader.indices]} if _has_sampler(loader) and _are_plain(loader) else {}
+        if _has_sampler(loader) and not chosen:
+            self.latest.pop(path, None)
+            return
         topology = loader.topology
         try:
             content = digest_of_batch(batch)
@@ -111,7 +117,8 @@ class BatchContent:
         held = self.settings.changed(path)
         self.latest[path] = {
             "batch": list(at()),
-            "progress": plan.progress_after(step).to_dict(),
+            "progress": {} if chosen else plan.progress_after(step).to_dict(),
+            **chosen,
             "read_by": _read_by(loader),
             "ranks": topology.num_replicas,
             "rank": topology.rank,
@@ -241,15 +248,15 @@ class BatchContent:
                 now = loader.changed()
                 if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
-                is_of_epoch = path in self._loaders and path in saved and saved[path]["batch"][0] == epoch
-                self._warn_of_left(path, states[path], now, is_of_epoch)
+                is_of_epoch = path in saved and saved[path]["batch"][0] == epoch
+                self._warn_of_left(path, states[path], now, is_of_epoch and not _has_sampler(loader))
                 if epoch < 0:
                     self._warn_of_same_change(path, states[path].get("changed", {}), now)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.
                 is_held = path in saved and saved[path].get("held", "") == self.settings.changed(path)
-                if path in self._loaders and path in saved and (is_of_epoch or (is_held and not is_changing)):
+                if path in saved and (is_of_epoch or (is_held and not is_changing)):
                     found += self._compared(trainer, path, saved[path])
         if trainer.world_size > 1:
             found = gathered(found)[0]
@@ -283,6 +290,9 @@ class BatchContent:
         if kind:
             _warn_of_dependence(name, kind)
             return []
+        if _has_sampler(loader):
+            _warn_of_other_content(name, _shown(saved, now), _shown(now, saved))
+            return []
         return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
 
     def _read(
@@ -306,7 +316,7 @@ class BatchContent:
                     _say_moved(name, moved)
                 return None
             try:
-                read = loader.read_twice(Progress.from_dict(saved["progress"]), saved["ranks"], saved["rank"])
+                read = loader.read_twice(_plan_of(loader, saved), saved["rank"])
             except StatefulWarning:
                 raise
             except Exception as error:
@@ -337,6 +347,34 @@ class BatchContent:
             )
         # The first reading of a process may well be what it was in the other one.
         return once if not is_first and is_same_batch(saved, once) else None
+
+
+def _has_sampler(loader: StatefulLoader) -> bool:
+    return isinstance(loader.order, WrappedSampler)
+
+
+def _are_plain(loader: StatefulLoader) -> bool:
+    """Whether the latest batch of a loader is one of some indices, which a state can have."""
+    held = loader.indices
+    return isinstance(held, list) and len(held) <= _MOST_INDICES and all(type(index) is int for index in held)
+
+
+def _plan_of(loader: StatefulLoader, saved: Mapping[str, Any]) -> Any:
+    """A plan that begins with a batch as it was noted."""
+    if chosen := saved.get("chosen"):
+        return ChosenBatch(saved["batch"][0], chosen[0], chosen[1:])
+    progress = Progress.from_dict(saved["progress"])
+    return loader.order.plan(progress.epoch, saved["ranks"], progress)
+
+
+def _warn_of_other_content(name: str, saved: str, present: str) -> None:
+    rank_zero_warn(
+        f"{name} has another content than when the checkpoint was written, by the same indices of a sampler of yours "
+        f"(saved {saved}, now {present}): the data or their transforms are others, or in another order, or samples "
+        f"follow from something that the sampler or a hook sets. If they are others, the resume is not exact. Sort the "
+        f"files, pass a seed to random_split or shuffle; accept=({PATH!r},) is silent.",
+        category=StatefulWarning,
+    )
 
 
 def _say_moved(name: str, moved: Collection[tuple[str, str, bool]]) -> None:

@@ -26,6 +26,7 @@ from lightning_stateful.generators.rng import IsolatedReads, keep_randomness, se
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
 from lightning_stateful.loaders.planned_batches import (
+    ChosenBatch,
     OwnPasses,
     PlannedBatches,
     SeededIndex,
@@ -176,7 +177,8 @@ class BatchReader:
         self.options = options
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched, passes=passes, watch=watch)
-        self.indices: Any = None
+        # Of the batch that was given last.
+        self.number, self.indices = 0, None
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
@@ -211,7 +213,7 @@ class BatchReader:
         if self._batches.asked is None:
             self._batches.asked = deque()
 
-    def read_twice(self, plan: EpochPlan, rank: int) -> list[Any] | None:
+    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
 
         Returns:
@@ -221,8 +223,7 @@ class BatchReader:
         if self._is_own:
             return None
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
-        batches.begin(plan, rank)
-        first = next(iter(batches))
+        first = next(batches.of(plan, rank))
         loader, dataset = self.loader, self._dataset
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
@@ -337,7 +338,7 @@ class BatchReader:
                         stacklevel=3,
                     )
                 return
-            self.indices = asked.popleft() if asked else None
+            self.number, self.indices = asked.popleft() if asked else (0, None)
             yield batch
         # Asked for more, as torch at its end: what the sampler does behind its last item is part of it.
         with suppress(StopIteration):

@@ -29,6 +29,24 @@ class SeededIndex(NamedTuple):
     index: Any
 
 
+class ChosenBatch(NamedTuple):
+    """A plan of a single batch, of which is known what it was.
+
+    Attributes:
+        epoch: Its epoch.
+        number: Its number, by which it is seeded.
+        indices: Its indices.
+    """
+
+    epoch: int
+    number: int
+    indices: list[int]
+
+    def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
+        """The batch, whatever the rank."""
+        return iter([(self.number, self.indices)])
+
+
 def known_steps(plan: EpochPlan | None) -> int:
     """The number of steps of a plan; None for one of a sampler that does not say it.
 
@@ -121,7 +139,7 @@ class PlannedBatches:
         self.seed, self.is_batched, self._passes, self._watch = seed, is_batched, passes, watch
         # What the plan raised, as opposed to the dataset.
         self.error: Exception | None = None
-        # Indices of batches of the pass that were asked for and not given yet; None to keep none.
+        # Numbers and indices of batches of the pass that were asked for and not given yet; None to keep none.
         self.asked: deque[Any] | None = None
         self.plan: EpochPlan
         self.rank = self.first_step = self._num_passes = 0
@@ -140,13 +158,14 @@ class PlannedBatches:
             plan, first_step = self._passes.again(plan, self._num_passes), 0
         self._num_passes += 1
         try:
-            yield from self._indices(plan, first_step)
+            yield from self.of(plan, self.rank, first_step)
         except Exception as error:
             self.error = error
             raise
 
-    def _indices(self, plan: EpochPlan, first_step: int) -> Iterator[Any]:
-        batches = plan.batches(self.rank, first_step)
+    def of(self, plan: EpochPlan | ChosenBatch, rank: int, first_step: int = 0) -> Iterator[Any]:
+        """The batches of a plan for a rank, with the seeds to read them under."""
+        batches = plan.batches(rank, first_step)
         if self.asked is not None:
             batches = self._kept(batches, self.asked)
         if self.seed is None:
@@ -159,7 +178,7 @@ class PlannedBatches:
 
     def _kept(self, batches: Iterator[tuple[int, Any]], asked: deque[Any]) -> Iterator[tuple[int, Any]]:
         for number, batch in batches:
-            asked.append(batch)
+            asked.append((number, batch))
             yield number, batch
 
     def __len__(self) -> int:

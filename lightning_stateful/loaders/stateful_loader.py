@@ -26,7 +26,7 @@ from lightning_stateful.loaders.description import (
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.planned_batches import OwnPasses, known_steps
+from lightning_stateful.loaders.planned_batches import ChosenBatch, OwnPasses, known_steps
 from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -349,13 +349,13 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """The indices of the batch that was given last, where they are kept; None for one that has none."""
         return None if self._reader is None else self._reader.indices
 
-    def read_twice(self, progress: Progress, num_replicas: int, rank: int) -> list[Any] | None:
-        """Read twice the batch that comes next at ``progress`` on such ranks, without moving the loader.
+    @property
+    def number(self) -> int:
+        """The number of that batch, by which it is seeded."""
+        return 0 if self._reader is None else self._reader.number
 
-        Returns:
-            The batches; None where they cannot be read so.
-        """
-        plan = self.order.plan(progress.epoch, num_replicas, progress)
+    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int) -> list[Any] | None:
+        """Read twice the first batch of a plan, without moving the loader; None where it cannot be read so."""
         return self._reader_with(options_of(self)).read_twice(plan, rank)
 
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:

@@ -34,6 +34,7 @@ _CONTENT = {
     "rank": COUNT,
     "settings": str,
     "held?": str,
+    "chosen?": [COUNT],
     "digest": object,
     "means": [object],
 }

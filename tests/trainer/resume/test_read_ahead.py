@@ -72,6 +72,8 @@ def run(sampler: Any, path: Path | None = None, *, by: str, **options: Any) -> t
     return sets.trained, trainer
 
 
+# Said of any dataset that reads the trainer.
+@pytest.mark.filterwarnings("ignore:.*batches depend on training")
 @pytest.mark.parametrize(("by", "said"), [("hook", "value"), ("trainer", "holds a Trainer")])
 def test_a_first_batch_that_is_read_under_a_later_value_is_named(tmp_path: Path, by: str, said: str) -> None:
     whole, _ = run(Batches(), by=by)
