@@ -31,7 +31,7 @@ OTHER_VALUES = (
 # Generator functions that read from one another by ``yield from``.
 _MOST_NESTED = 8
 # Bytes of an array, and values of a dict, that are looked at.
-_MOST_BYTES, _MOST_VALUES = 2**12, 2**12
+_MOST_BYTES, _MOST_VALUES = 2**12, 2**8
 
 
 class KeptGenerators:
