@@ -96,8 +96,9 @@ class BatchContent:
             at: Gives its epoch and number, for people.
         """
         self.settings.note_read(path)
-        if (before := self._at_begin.pop(path, None)) is not None:
-            # The index in hand, say.
+        before = self._at_begin.pop(path, None)
+        if before is not None and not _has_sampler(self._loaders[path]):
+            # The index in hand, say. A sampler may have set what samples follow from.
             self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
