@@ -124,6 +124,12 @@ class StateMismatchError(StateError):
         return partial(type(self), where=self.where), (self.differences,)
 
 
+class Remark(str):
+    """A text that a reader of data has for the log: a warning would be too much."""
+
+    __slots__ = ()
+
+
 class StatefulWarning(UserWarning):
     """Something the user should know that does not stop the run."""
 

@@ -394,8 +394,8 @@ class IterableSlot:
         if not is_same:
             cost = INEXACT if epoch == self.epoch else PERHAPS
             self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {cost}")
-        elif not held.get("more") and (other := self._kept.said(held)):
-            self.said.append(f"{self._name()} {other}")
+        elif not held.get("more"):
+            self.said += self._kept.said(held, self._name())
         return is_same
 
     def _read_batch(self, epoch: int, number: int) -> list[Any]:

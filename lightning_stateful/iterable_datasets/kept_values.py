@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stateful.errors import some_of
+from lightning_stateful.errors import Remark, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.pass_history import parts_of
@@ -100,19 +100,22 @@ class KeptValues:
         drawn = {**self._drawn(), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
         return {**self._generators.noted(), "kept": {**drawn, **_only(found, self._changed)}}
 
-    def said(self, noted: Mapping[str, Any]) -> str:
-        """What is to be said where they are others than noted; empty if they are not.
+    def said(self, noted: Mapping[str, Any], name: str) -> list[str]:
+        """Texts on what is another than noted.
+
+        Lists and counts are named in the log: many are for a log themselves, or say what is open or was fetched.
 
         Args:
             noted: What :meth:`noted` gave at the same place of the pass, and more.
+            name: The dataset's name.
         """
         if self._generators.stand_elsewhere(noted.get("generators", "")):
-            return OTHER_GENERATORS
+            return [f"{name} {OTHER_GENERATORS}"]
         before, drawn, values = noted.get("kept", {}), self._drawn(), self._values()
         are_others = {name for name in drawn if name in before and before[name] != drawn[name]}
         self._elsewhere = {name: (drawn[name], before[name]) for name in are_others}
         others = [name for name, value in before.items() if values.get(name, value) != value]
-        return OTHER_VALUES.format(some_of(others)) if others else ""
+        return [Remark(f"{name} {OTHER_VALUES.format(some_of(others))}")] if others else []
 
     def late(self, name: str) -> list[str]:
         """A text once a random generator in a local variable is drawn from that stands elsewhere than before a resume.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
-from lightning_stateful.errors import PositionError, StatefulWarning, StreamError
+from lightning_stateful.errors import PositionError, Remark, StatefulWarning, StreamError
 from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
@@ -23,6 +24,7 @@ from lightning_stateful.stream_nodes.numbered import NOTHING, Given
 SlotStates = list[NodeState | StateText]
 # A batch, where the slots stand after it, and what each source gave to it.
 _Read = tuple[Any, SlotStates, Given]
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
 
 class StreamRun:
@@ -266,7 +268,10 @@ class StreamRun:
         worker, state = delivery.worker, delivery.state
         if delivery.said:
             for text in self._slots.unsaid(delivery):
-                warnings.warn(text, StatefulWarning, stacklevel=2)
+                if isinstance(text, Remark):
+                    _log.info(text)
+                else:
+                    warnings.warn(text, StatefulWarning, stacklevel=2)
         # A new list: the old one is part of the history.
         states = self._states = self._states.copy()
         if isinstance(state, dict):
