@@ -10,12 +10,13 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_stateful.errors import Remark, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.pass_history import parts_of
-from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.stream_nodes.own_state import has_state
 
 OTHER_GENERATORS = (
@@ -30,8 +31,8 @@ OTHER_VALUES = (
 )
 # Generator functions that read from one another by ``yield from``.
 _MOST_NESTED = 8
-# Bytes of an array, and values of a dict, that are looked at.
-_MOST_BYTES, _MOST_VALUES = 2**12, 2**8
+# Bytes of an array, values of a dict, and characters of a string, that are looked at.
+_MOST_BYTES, _MOST_VALUES, _MOST_CHARACTERS = 2**12, 2**8, 64
 
 
 class KeptGenerators:
@@ -61,10 +62,10 @@ class KeptGenerators:
 class KeptValues:
     """What a pass over a dataset with a state of its own keeps beside its position.
 
-    These are random generators in attributes of the dataset, and in local variables of its iterator; and lists, sets,
-    counts by key and small arrays in either that change while the pass is read. A ``state_dict`` that leaves one of
-    them out leads to the right samples at first. Later the generator draws the order of another block, or a sample is
-    not left out that has come already.
+    These are random generators in attributes of the dataset, and in local variables of its iterator; and numbers,
+    strings, lists, sets, counts by key and small arrays in either that change while the pass is read. A ``state_dict``
+    that leaves one of them out leads to the right samples at first. Later the generator draws the order of another
+    block, or a sample is not left out that has come already.
 
     Attributes are those of classes of the user's. Local variables are those of generator functions, and of functions
     that these read from by ``yield from``.
@@ -103,7 +104,7 @@ class KeptValues:
     def said(self, noted: Mapping[str, Any], name: str) -> list[str]:
         """Texts on what is another than noted.
 
-        Lists and counts are named in the log: many are for a log themselves, or say what is open or was fetched.
+        Numbers and lists are named in the log: many are for a log themselves, or say what is open or was fetched.
 
         Args:
             noted: What :meth:`noted` gave at the same place of the pass, and more.
@@ -138,7 +139,7 @@ class KeptValues:
         return {name: hex_digest(text.encode()) for name, text in found}
 
     def _values(self) -> dict[str, str]:
-        """Of lists, sets, counts by key and arrays, what tells that they were changed."""
+        """Of numbers, lists, sets, counts by key and arrays, what tells that they were changed."""
         held = chain(self._locals(), self._attributes())
         return {name: text for name, value in held if (text := _text_of(value))}
 
@@ -158,7 +159,15 @@ class KeptValues:
 
 
 def _text_of(value: Any) -> str:
-    """How long a list or set is, the sum of counts, and the bytes of a small array; empty for anything else."""
+    """A number or short string; how long a list or set is, the sum of counts, and a digest of a small array or tensor.
+
+    Empty for anything else.
+    """
+    if type(value) in (bool, int, float, str):
+        return repr(value) if type(value) is not str or len(value) <= _MOST_CHARACTERS else ""
+    if isinstance(value, torch.Tensor):
+        is_read = is_plain_tensor(value) and value.nbytes <= _MOST_BYTES
+        return digest_of_tensor(value.detach()) if is_read else ""
     if isinstance(value, (list, set, deque)):
         return f"{type(value).__name__} {len(value)}"
     if isinstance(value, dict) and 0 < len(value) <= _MOST_VALUES and all(type(one) is int for one in value.values()):
