@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import logging
 import math
 import sys
 from collections import OrderedDict, deque
@@ -40,17 +41,19 @@ def package_of(kind: Any) -> str:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """The attributes that an object holds in its ``__dict__`` and slots, but Lightning's notes of arguments."""
+    """The attributes that an object holds in its ``__dict__`` and slots, but loggers, and Lightning's notes."""
     held: dict[str, Any] = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             with suppress(AttributeError):
                 held[name] = object.__getattribute__(value, name)
-    return {name: item for name, item in held.items() if not str(name).startswith(_NOTES)}
+    return {name: item for name, item in held.items() if not (str(name).startswith(_NOTES) or isinstance(item, _LOGS))}
 
 
 _NOTES = ("__pl_saved", "__dict__")
+# They keep which levels are on, and nothing that a sample depends on.
+_LOGS = (logging.Logger, logging.LoggerAdapter)
 
 
 def defaults_of_class(value: object) -> dict[str, Any]:

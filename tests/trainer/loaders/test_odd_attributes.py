@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,41 @@ def test_a_run_is_trained_and_goes_on_exactly(kind: str, holder: str, tmp_path: 
         return HOLDERS[holder](ODD[kind]())
 
     assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 1, 1)], train_alone, max_epochs=2)
+
+
+class Logs(IterableDataset[Any]):
+    """Writes to a logger that it holds, which then keeps what levels are on; it may have a state."""
+
+    at, loaded = 0, 0
+
+    def __init__(self) -> None:
+        self.log = logging.getLogger("data of this test")
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.loaded = self.loaded, 0
+        self.log.debug("begin")
+        for number in range(first, 12):
+            self.at = number + 1
+            yield {"id": torch.tensor(number), "x": torch.rand(4)}
+
+
+class LogsWithState(Logs):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["at"] % 12
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.parametrize("kind", [Logs, LogsWithState])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_logger_is_none_of_what_passes_change(tmp_path: Path, kind: Any, num_workers: int) -> None:
+    moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 2)]
+    make = partial(made_of, kind, num_workers)
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3)
+
+
+def made_of(kind: Any, num_workers: int) -> Any:
+    logging.Logger.manager.loggerDict.pop("data of this test", None)
+    return DataLoader(kind(), 2, num_workers=num_workers)
