@@ -54,7 +54,7 @@ class BatchContent:
 
     def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
-        self._map_style = self._loaders = map_style(loaders)
+        self._loaders = map_style(loaders)
         # A user's sampler would have to be iterated to know a batch of it again, so its indices are kept.
         for loader in filter(_has_sampler, self._loaders.values()):
             loader.keep_indices()
@@ -63,7 +63,7 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
-        self.settings = DatasetSettings(self._map_style, builder_of(trainer))
+        self.settings = DatasetSettings(self._loaders, builder_of(trainer))
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -77,7 +77,7 @@ class BatchContent:
     @property
     def is_map_style(self) -> bool:
         """Whether all loaders are of map-style datasets."""
-        return len(self._map_style) == self._num_loaders
+        return len(self._loaders) == self._num_loaders
 
     def note_begin(self, path: str) -> None:
         """A pass over a loader begins."""
@@ -104,10 +104,10 @@ class BatchContent:
             return
         plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
-        chosen = {"chosen": [loader.number, *loader.indices]} if _has_sampler(loader) and _are_plain(loader) else {}
-        if _has_sampler(loader) and not chosen:
+        if _has_sampler(loader) and not _are_plain(loader):
             self.latest.pop(path, None)
             return
+        chosen = {"chosen": [loader.number, *loader.indices]} if _has_sampler(loader) else {}
         topology = loader.topology
         try:
             content = digest_of_batch(batch)
@@ -178,7 +178,7 @@ class BatchContent:
         """An epoch is about to begin: the hooks that restore what a checkpoint has were called, and none of its own."""
         if not self._is_over:
             return
-        changed = {path: loader.changed() for path, loader in self._map_style.items()}
+        changed = {path: loader.changed() for path, loader in self._loaders.items()}
         if self._changed_first is None:
             self._changed_first = {path: set(now) for path, now in changed.items()}
             self.settings.note_restored()
@@ -198,7 +198,7 @@ class BatchContent:
         is_compared = is_of_epoch and saved["progress"]["consumed"] > 0
         changed = saved.get("changed", {}).items()
         of = {name: value for name, value in changed if not (is_compared and name.startswith(PATH))}
-        loader, restored = self._map_style[path], now.keys() - self._changed_late.get(path, set())
+        loader, restored = self._loaders[path], now.keys() - self._changed_late.get(path, set())
         left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
         self.settings.note_told(path, left)
 
@@ -208,7 +208,7 @@ class BatchContent:
         # One that goes by the epoch would hardly be what it was in an earlier one.
         same = [name for name, value in saved.items() if value not in (None, "changed") and now.get(name) == value]
         if names := [name for name in same if name not in others and not name.startswith(PATH)]:
-            kind = type(getattr(self._map_style[path].order, "sampler", None)).__qualname__
+            kind = type(getattr(self._loaders[path].order, "sampler", None)).__qualname__
             shown = ", ".join(f"{name} {now[name]}" for name in names)
             rank_zero_warn(
                 f"{kind} was as built when training began here, and a hook has then changed it to what it was in the "
@@ -245,7 +245,7 @@ class BatchContent:
         found: list[tuple[str, str, str, str]] = []
         self._is_over = False
         if trainer.is_global_zero and states is not None:
-            for path, loader in self._map_style.items():
+            for path, loader in self._loaders.items():
                 now = loader.changed()
                 if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue

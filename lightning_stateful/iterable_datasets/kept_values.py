@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -99,7 +99,8 @@ class KeptValues:
         self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
         self._changed |= before.get("kept", {}).keys()
         drawn = {**self._drawn(), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
-        return {**self._generators.noted(), "kept": {**drawn, **_only(found, self._changed)}}
+        changed = {name: value for name, value in found.items() if name in self._changed}
+        return {**self._generators.noted(), "kept": {**drawn, **changed}}
 
     def said(self, noted: Mapping[str, Any], name: str) -> list[str]:
         """Texts on what is another than noted.
@@ -178,10 +179,6 @@ def _text_of(value: Any) -> str:
         is_read = size <= _MOST_BYTES and not getattr(value, "dtype", np.dtype(int)).hasobject
         return hex_digest(bytes(value)) if is_read else ""
     return ""
-
-
-def _only(held: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    return {name: value for name, value in held.items() if name in names}
 
 
 def _texts_of(values: Iterable[Any]) -> list[str]:

@@ -26,7 +26,7 @@ _OWN_FILES = (".lr_find", ".scale_batch_size")
 def longest_accumulation(trainer: pl.Trainer) -> int:
     """Batches of the longest window of accumulated gradients, whatever the epoch."""
     windows = [trainer.accumulate_grad_batches]
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             windows += callback.scheduling.values()
     return max(windows)
@@ -39,7 +39,7 @@ def acts_before(trainer: pl.Trainer, hook: str) -> bool:
 
 def callbacks_before(trainer: pl.Trainer) -> list[pl.Callback]:
     """The callbacks whose hooks are called before those of this package's callback; none without one."""
-    callbacks = _callbacks(trainer)
+    callbacks = callbacks_of(trainer)
     ours = [place for place, callback in enumerate(callbacks) if _is_ours(type(callback))]
     return callbacks[: ours[0]] if ours else []
 
@@ -57,7 +57,7 @@ def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
         ended: All batches of the epoch are done, its end hooks are not.
     """
     module = _module(trainer)
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             callback.on_train_epoch_start(trainer)
         elif isinstance(callback, StochasticWeightAveraging):
@@ -76,7 +76,7 @@ def announce_resumed_epoch(trainer: pl.Trainer, *, ended: bool) -> None:
 def finish_averaging(trainer: pl.Trainer) -> None:
     """Put averaged weights into a model of which no epoch was left to train: Lightning then ends without its hooks."""
     module = _module(trainer)
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
             if trainer.current_epoch - 1 == callback.swa_end and callback._scheduler_state is not None:
                 averaged: Any = callback._average_model
@@ -127,7 +127,7 @@ def refuse_finders(trainer: pl.Trainer) -> None:
     """
     # A subclass with an on_fit_start of its own may find nothing there, as those of Lightning's documentation.
     hooks = (LearningRateFinder.on_fit_start, BatchSizeFinder.on_fit_start)
-    found = [type(callback) for callback in _callbacks(trainer)]
+    found = [type(callback) for callback in callbacks_of(trainer)]
     finders = [kind.__name__ for kind in found if kind.on_fit_start in hooks]
     if finders and not Path(str(trainer.ckpt_path)).name.startswith(_OWN_FILES):
         raise ConfigurationError(
@@ -166,7 +166,7 @@ def _needs_other_ranks(result: Any) -> bool:
 
 def monitors(trainer: pl.Trainer) -> set[str]:
     """Names of what learning rate schedulers and callbacks monitor."""
-    names = {getattr(callback, "monitor", None) for callback in _callbacks(trainer)}
+    names = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return {name for name in names if isinstance(name, str)}
 
@@ -185,6 +185,7 @@ def _module(trainer: Any) -> pl.LightningModule:
     return module
 
 
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
+def callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks of a trainer, in the order in which their hooks are called."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return callbacks

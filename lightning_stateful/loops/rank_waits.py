@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import EarlyStopping, pl
+from lightning_stateful.loops.other_callbacks import callbacks_of
 
 # By callback or scheduler: the best value, and how often there was none better.
 Waits = dict[str, list[float]]
@@ -67,5 +68,5 @@ def _unlike(one: Waits, other: Waits) -> set[str]:
 
 
 def _early_stoppings(trainer: pl.Trainer) -> dict[str, Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks = callbacks_of(trainer)
     return {one.state_key: one for one in callbacks if isinstance(one, EarlyStopping)}

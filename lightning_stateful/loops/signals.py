@@ -18,6 +18,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_stateful.loops.lightning import WeightAveraging, pl
+from lightning_stateful.loops.other_callbacks import callbacks_of
 
 Handler = Callable[[int, Any], Any]
 
@@ -89,7 +90,7 @@ class HeldSignals:
     def _wrap_loops(self, trainer: pl.Trainer) -> None:
         fit_loop: Any = trainer.fit_loop
         epoch_loop, val_loop = fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks = callbacks_of(trainer)
         self._wrap(epoch_loop, "on_advance_end", self._after_batch)
         self._wrap(fit_loop, "on_advance_end", self._held)
         if not any(isinstance(callback, WeightAveraging) for callback in callbacks):

@@ -20,6 +20,7 @@ from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, is_within_batch_end, next_step
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 from lightning_stateful.module_state.passing_values import names_of_lightning, texts_of_attributes
@@ -109,7 +110,7 @@ def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     hook = trainer.lightning_module._current_fx_name
     if not (progress.uncounted or is_within_batch_end(trainer)) or hook == _BATCH_END:
         return []
-    averages = [one for one in _callbacks(trainer) if isinstance(one, WeightAveraging)]
+    averages = [one for one in callbacks_of(trainer) if isinstance(one, WeightAveraging)]
     owners: list[Any] = [*(one for _, one in _owners(trainer)), *averages, trainer.lightning_module]
     kinds: list[Any] = [type(one) for one in owners]
     return list(dict.fromkeys(kind.__qualname__ for kind in kinds if _has_batch_end(kind)))
@@ -155,15 +156,13 @@ def _compare(trainer: pl.Trainer, twice: dict[str, str]) -> None:
         )
 
 
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks
-
-
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """The user's callbacks, and the module, that put something into a checkpoint, with the beginning of names."""
     module = trainer.lightning_module
-    bases: list[tuple[Any, Any]] = [*((one, pl.Callback) for one in _callbacks(trainer)), (module, pl.LightningModule)]
+    bases: list[tuple[Any, Any]] = [
+        *((one, pl.Callback) for one in callbacks_of(trainer)),
+        (module, pl.LightningModule),
+    ]
     for one, base in bases:
         kind: Any = type(one)
         if _keeps_state(kind, base):

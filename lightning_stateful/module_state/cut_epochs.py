@@ -18,6 +18,7 @@ from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer, pl
 from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import CALLBACK_KEY
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -46,7 +47,7 @@ def _run_epoch(trainer: pl.Trainer) -> None:
     forget_end(trainer)
     progress = read_progress(trainer)
     if progress.running and not progress.ended:
-        stops = {one.state_key: _plain_state(one) for one in _callbacks(trainer) if isinstance(one, EarlyStopping)}
+        stops = {one.state_key: _plain_state(one) for one in callbacks_of(trainer) if isinstance(one, EarlyStopping)}
         plain = {key: state for key, state in stops.items() if state}
         kept: Any = trainer.fit_loop.epoch_loop
         vars(kept)[CUT_AT] = next_step(trainer, begun=True), trainer.should_stop
@@ -98,7 +99,7 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
         StatefulWarning: That end has changed what cannot be put back.
     """
     held = cut.get("held", {})
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping) and callback.state_key in held:
             _load(callback, held[callback.state_key])
     if changed := cut.get("changed"):
@@ -114,7 +115,7 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
 def _digests(trainer: pl.Trainer, known: Collection[str]) -> dict[str, tuple[str, str]]:
     """By key, name and digest of what a callback with that hook saves, but of known ones; of weights; of schedulers."""
     found: dict[str, tuple[str, str]] = {}
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         kind = type(callback)
         is_other = not isinstance(callback, (Checkpoint, Timer)) and callback.state_key not in {*known, CALLBACK_KEY}
         if is_other and getattr(kind, _HOOK) is not getattr(pl.Callback, _HOOK):
@@ -155,8 +156,3 @@ def _plain_state(callback: Any) -> Any:
     except Exception:
         # An error of the user's comes when a checkpoint is written, which may be never.
         return None
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks

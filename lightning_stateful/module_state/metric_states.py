@@ -18,6 +18,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import LIGHTNINGS, attributes_of, package_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # What MinMaxMetric and Running of torchmetrics keep beside their states.
@@ -142,7 +143,7 @@ def _beside(metric: Any) -> dict[str, Any]:
 
 def _modules_of_callbacks(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
     """The modules that callbacks of the user's hold as attributes, such as torchmetrics objects, by their names."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks = callbacks_of(trainer)
     users = [one for one in callbacks if package_of(type(one)) not in (*LIGHTNINGS, "lightning_stateful")]
     return {
         f"{type(callback).__qualname__}.{name}": value

@@ -21,6 +21,7 @@ from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, set_generator_state
 from lightning_stateful.loops.lightning import LightningOptimizer, pl
 from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state.module_changes import note_weights
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -39,7 +40,7 @@ def generators_in(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], 
     Returns:
         Those that training data do not hold; those that a sampler holds too; and others that training data hold too.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks = callbacks_of(trainer)
     users = [one for one in callbacks if not type(one).__module__.startswith("lightning_stateful.")]
     roots = _named([trainer.lightning_module, *users])
     if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined]  # set by a connector

@@ -22,6 +22,7 @@ from lightning_stateful.loops.lightning import (
     pl,
 )
 from lightning_stateful.loops.loop_progress import next_step
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state import counted_batches, cut_epochs, manual_steps, module_flags, passing_values
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
@@ -73,7 +74,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     passing_values.watch(trainer, saved)
     counted_batches.watch(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             setattr(callback, _EPOCH_START, _Watched(callback, _EPOCH_START, int(next(begun, False))))
         elif isinstance(callback, WeightAveraging):
@@ -90,7 +91,7 @@ def end_watching(trainer: pl.Trainer) -> None:
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         for name in (_EPOCH_START, _SWAP):
             if isinstance(vars(callback).get(name), _Watched):
                 delattr(callback, name)
@@ -110,11 +111,11 @@ def warn_of_averages(trainer: pl.Trainer | None) -> bool:
 
 
 def _holds_averages(trainer: pl.Trainer) -> bool:
-    if any(map(_has_swapped, _callbacks(trainer))):
+    if any(map(_has_swapped, callbacks_of(trainer))):
         return True
     if not trainer.state.finished and trainer.lightning_module._current_fx_name != "on_train_end":
         return False
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
             if callback._initialized and trainer.current_epoch > callback.swa_end:
                 return True
@@ -163,14 +164,14 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     if trainer is None:
         return {}
     found: dict[str, Any] = {}
-    if finetuning := [one for one in _callbacks(trainer) if isinstance(one, BaseFinetuning)]:
+    if finetuning := [one for one in callbacks_of(trainer) if isinstance(one, BaseFinetuning)]:
         flags = [part for part, _ in _flags(trainer)]
         found["trainable"] = [len(flags), zlib.compress(bytes(flags)).hex()]
         if trainer.lightning_module._current_fx_name == _EPOCH_START:
             watched = [vars(one).get(_EPOCH_START) for one in finetuning]
             begun = [isinstance(one, _Watched) and one.epoch == trainer.current_epoch for one in watched]
             found |= {"epoch_begun": begun} if any(begun) else {}
-    masks = [_digest_of_masks(one, list(_masks(one))) for one in _callbacks(trainer) if isinstance(one, ModelPruning)]
+    masks = [_digest_of_masks(one, list(_masks(one))) for one in callbacks_of(trainer) if isinstance(one, ModelPruning)]
     if any(masks):
         found["pruned"] = masks
     if replaced := _replaced_weights(trainer):
@@ -230,7 +231,7 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
         saved: What :func:`changes` gave.
         progress: Where the run goes on.
     """
-    callbacks = _callbacks(trainer)
+    callbacks = callbacks_of(trainer)
     manual_steps.warn_of_inexact_steps(saved.get("steps", {}))
     if replaced := saved.get("replaced"):
         rank_zero_warn(
@@ -254,7 +255,7 @@ def _restore_trainable(trainer: pl.Trainer, saved: Any, progress: LoopProgress) 
         for (_, (part, name)), value in zip(flags, zlib.decompress(bytes.fromhex(saved[1])), strict=True):
             setattr(part, name, bool(value))
         return
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         if isinstance(callback, BackboneFinetuning):
             if progress.epoch + progress.running > callback.unfreeze_backbone_at_epoch:
                 callback.make_trainable(trainer.lightning_module.backbone)
@@ -393,8 +394,3 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
             "such checkpoint.",
             category=StatefulWarning,
         )
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks

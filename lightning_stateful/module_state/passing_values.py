@@ -25,7 +25,7 @@ from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
-from lightning_stateful.loops.other_callbacks import callbacks_before
+from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
 from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text
 
 # Kept with the loop.
@@ -234,8 +234,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """The module, its parts and the callbacks that are a user's own."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    named = [(type(one).__qualname__, one) for one in callbacks]
+    named = [(type(one).__qualname__, one) for one in callbacks_of(trainer)]
     for name, one in (*trainer.lightning_module.named_modules(), *named):
         if is_users(type(one).__module__):
             yield name, one

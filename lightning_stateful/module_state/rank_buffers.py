@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state.passing_values import states_of
 from lightning_stateful.samplers.fingerprint import digest_of_some, digest_of_tensor, hex_digest, is_plain_tensor
@@ -249,7 +250,7 @@ def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 def _modules(trainer: pl.Trainer) -> dict[str, torch.nn.Module]:
     """The module, and its averages that WeightAveraging callbacks hold, by what stands before names of buffers."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks = callbacks_of(trainer)
     averages = {
         f"{type(one).__name__}.": one._average_model.module
         for one in callbacks

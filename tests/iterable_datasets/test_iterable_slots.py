@@ -176,13 +176,20 @@ class SkipsAhead(GoesOnWithState):
         self.at = 0
 
 
-class InBlocks:
-    """Shuffles block by block; its state may hold the generator of the blocks to come."""
+class MayKeep:
+    """Its state holds what later samples depend on, if it keeps that."""
 
     state: Any = None
 
     def __init__(self, keeps: bool) -> None:
         self.keeps = keeps
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class InBlocks(MayKeep):
+    """Shuffles block by block; its state may hold the generator of the blocks to come."""
 
     def __iter__(self) -> Iterator[int]:
         loaded, self.state = self.state, None
@@ -206,13 +213,8 @@ class InBlocks:
         self.state = state["held"]
 
 
-class LeavesOutWhatCame:
+class LeavesOutWhatCame(MayKeep):
     """Leaves out what has come already, in a function that it reads from; its state may hold the set."""
-
-    state: Any = None
-
-    def __init__(self, keeps: bool) -> None:
-        self.keeps = keeps
 
     def __iter__(self) -> Iterator[int]:
         yield from self.unique()
@@ -230,17 +232,9 @@ class LeavesOutWhatCame:
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at, "seen": sorted(self.seen)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
-
-class CountsDown:
+class CountsDown(MayKeep):
     """Gives each seventeenth number twice, by a count that its state may hold."""
-
-    state: Any = None
-
-    def __init__(self, keeps: bool) -> None:
-        self.keeps = keeps
 
     def __iter__(self) -> Iterator[int]:
         loaded, self.state = self.state or {"at": 0, "left": 17}, None
@@ -256,17 +250,9 @@ class CountsDown:
     def state_dict(self) -> dict[str, Any]:
         return dict(self.held)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
-
-class KeepsOrder:
+class KeepsOrder(MayKeep):
     """Has its order in its state, for which alone it draws."""
-
-    state: Any = None
-
-    def __init__(self, keeps: bool) -> None:
-        self.keeps = keeps
 
     def __iter__(self) -> Iterator[int]:
         loaded, self.state = self.state, None
@@ -283,13 +269,12 @@ class KeepsOrder:
         self.state = state["held"]
 
 
-class Keeps:
+class Keeps(MayKeep):
     """Gives each fifth number at the end, from what it has kept by then; its state may hold that."""
 
-    state: Any = None
-
     def __init__(self, keeps: bool, *, container: Any = list) -> None:
-        self.keeps, self.container = keeps, container
+        super().__init__(keeps)
+        self.container = container
 
     def __iter__(self) -> Iterator[int]:
         loaded, self.state = self.state or {"at": 0, "held": []}, None
@@ -309,9 +294,6 @@ class Keeps:
     def state_dict(self) -> dict[str, Any]:
         held = self.held.elements() if isinstance(self.held, Counter) else self.held
         return {"at": self.at, "held": list(held)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 class KeepsCounts(Keeps):
