@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -36,6 +37,8 @@ _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _DEFAULTS = (bool, int, float, str)
+# Characters that a digest has at least.
+_LEAST_DIGEST = 12
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader, SynchronizedBase)
 _LIBRARIES = LIGHTNINGS | {"lightning_stateful", "datasets"}
 
@@ -253,6 +256,13 @@ def _sum_of_array(array: Any) -> int:
 def changed_names(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
     """The names of what is another, new or gone."""
     return {name for name in {*before, *now} if before.get(name) != now.get(name)}
+
+
+def are_equal(one: str, other: str) -> bool:
+    """Whether texts of values are the same, or those of equal numbers, such as 0 and 0.0; digests are no numbers."""
+    with suppress(ValueError):
+        return one == other or (max(len(one), len(other)) < _LEAST_DIGEST and float(one) == float(other))
+    return False
 
 
 def is_untouched(before: list[Any], now: list[Any]) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
 from lightning_stateful.contents.code_uses import uses_of
-from lightning_stateful.contents.held_state import HeldState, changed_names
+from lightning_stateful.contents.held_state import HeldState, are_equal, changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import can_be_read, is_users, names_in, reached, text_of_plain
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -280,7 +280,7 @@ class DatasetSettings:
                 continue
             in_copies = in_workers and not latest.endswith(_SHARED)
             saved, present = began if in_copies else latest, now.get(name, "")
-            if present != saved and (in_copies or present == built.get(name, "")):
+            if not are_equal(present, saved) and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
             elif name in self._as_built.get(path, ()):
                 change = f"{name} was {saved or _UNSHOWN}, and went from {built.get(name) or _UNSHOWN} to {present}"

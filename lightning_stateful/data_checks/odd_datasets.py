@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import map_style
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -64,13 +66,14 @@ def warn_of_changed_arguments(changed: Collection[str], where: str) -> None:
         )
 
 
-def warn_of_shared_samplers(combined: CombinedLoaders, *, is_dealt_out: bool) -> None:
+def warn_of_shared_samplers(combined: CombinedLoaders, trainer: pl.Trainer, *, is_dealt_out: bool) -> None:
     """Warn of one sampler in several loaders that changes itself while it is iterated.
 
     A loader of validation is one of them, if it was built before or is built later.
 
     Args:
-        combined: The training loaders.
+        combined: The training loaders, whose samplers were tried in the epoch that the Trainer counts now.
+        trainer: The Trainer.
         is_dealt_out: Whether Lightning alone would deal samplers out.
 
     Warns:
@@ -82,7 +85,8 @@ def warn_of_shared_samplers(combined: CombinedLoaders, *, is_dealt_out: bool) ->
         if not isinstance(order, WrappedSampler) or not order.is_trained_on:
             continue
         # Lightning tells samplers the epoch, and no batch samplers.
-        order.memory.note_user(is_trainer=True, is_told_first=not order.whole_batches, is_listed=is_dealt_out)
+        as_tried = partial(epoch_set_to, trainer, trainer.current_epoch)
+        order.memory.note_user(as_tried, is_told_first=not order.whole_batches, is_listed=is_dealt_out)
         order.memory.note_use(order)
         if not order.remembers and order.resume_mode != "own_state":
             continue

@@ -477,7 +477,7 @@ class _LoaderIterator:
             self._may_be_over = self._tracker.progress.consumed > 0
             self._loader.warn_unless_restored()
             if isinstance(self._loader.order, WrappedSampler):
-                self._loader.order.memory.note_user(is_trainer=False)
+                self._loader.order.memory.note_user(None)
             self._loader = None
         try:
             batch = next(self._batches)

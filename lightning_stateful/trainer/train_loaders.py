@@ -169,7 +169,7 @@ class TrainLoaders:
         say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
         self._warn_of_cut_epochs()
         odd_datasets.warn_of_shared_datasets(self.combined)
-        odd_datasets.warn_of_shared_samplers(self.combined, is_dealt_out=deals_out(trainer))
+        odd_datasets.warn_of_shared_samplers(self.combined, trainer, is_dealt_out=deals_out(trainer))
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
         if unknown := warning_of_unknown(settings.accept, configs):
             rank_zero_warn(unknown, category=StatefulWarning)

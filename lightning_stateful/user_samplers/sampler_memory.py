@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.generator_states import GeneratorState
@@ -32,6 +32,7 @@ from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSa
 from lightning_stateful.user_samplers.sampler_check import first_sequence, holds_as_tried, yields_otherwise
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
+_InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
 # The cycle of passes that something else than training begins within an epoch.
 ASIDE = 2**16
 # Memories of samplers by their id, beside a reference to each.
@@ -74,6 +75,7 @@ class SamplerMemory:
         self.has_changed = False
         self.first_epoch = 0
         self.is_in_trainer = self.is_told_first = self.is_listed = False
+        self._as_tried: _InEpoch = nullcontext
         self.looked_at: tuple[Any, ...] = ()
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
@@ -113,9 +115,10 @@ class SamplerMemory:
                 once="shared",
             )
 
-    def note_user(self, *, is_trainer: bool, is_told_first: bool = False, is_listed: bool = False) -> None:
-        """What iterates it from now on: a Trainer, or a loop of the user's; see the attributes."""
-        self.is_in_trainer, self.is_told_first, self.is_listed = is_trainer, is_told_first, is_listed
+    def note_user(self, as_tried: _InEpoch | None, *, is_told_first: bool = False, is_listed: bool = False) -> None:
+        """From now on a Trainer iterates it, with ``as_tried`` a block in the epoch of the trial; or, None, a loop."""
+        self.is_in_trainer, self._as_tried = as_tried is not None, as_tried or nullcontext
+        self.is_told_first, self.is_listed = is_told_first, is_listed
 
     def await_training(self, epoch: int) -> None:
         """Training is to go on within an epoch; the passes before it have been begun."""
@@ -246,7 +249,9 @@ class SamplerMemory:
         held, self._contents = self._contents, self._contents_of(order, now, known)
         if held == self._contents:
             return now
-        if self._is_changed_by_others(order, held):
+        with self._as_tried():
+            is_changed = self._is_changed_by_others(order, held)
+        if is_changed:
             self._warn(
                 f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "

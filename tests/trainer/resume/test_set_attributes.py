@@ -391,3 +391,27 @@ def test_documents_that_are_packed_are_looked_at_as_well(tmp_path: Path) -> None
     train(max_steps=3)
     with pytest.warns(StatefulWarning, match="Attributes of the dataset, a Documents, .*: level was 2 and is 0"):
         train(max_steps=4)
+
+
+class ByHalves(pl.Callback):
+    """Sets an attribute to half of the epoch, which is 0.0 in the first."""
+
+    def __init__(self, dataset: Levels) -> None:
+        self.dataset = dataset
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.dataset.level = trainer.current_epoch * 0.5  # type: ignore[assignment]  # as here
+
+
+@pytest.mark.parametrize("before", [0, 0.0])
+def test_nothing_is_said_of_a_number_that_is_an_equal_one(tmp_path: Path, before: Any) -> None:
+    def fit(**options: Any) -> pl.Trainer:
+        dataset = Levels()
+        dataset.level = before
+        path = options.pop("ckpt_path", None)
+        trainer = quiet_trainer(ByHalves(dataset), StatefulDataCallback(), max_epochs=2, **options)
+        trainer.fit(BoringModel(), DataLoader(dataset, batch_size=2, shuffle=True), ckpt_path=path)
+        return trainer
+
+    fit(max_steps=3).save_checkpoint(tmp_path / "middle.ckpt")
+    fit(ckpt_path=tmp_path / "middle.ckpt")
