@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
+from itertools import count, cycle
+from operator import length_hint
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_stateful.errors import Remark, some_of
-from lightning_stateful.generators.attributes import attributes_of, is_users
+from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.pass_history import parts_of
 from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
@@ -29,10 +33,16 @@ OTHER_VALUES = (
     "If later samples depend on it, the resume is not exact. Have them see to it; "
     'accept=("nondeterministic",) is silent.'
 )
-# Generator functions that read from one another by ``yield from``.
-_MOST_NESTED = 8
+# Iterators that read from one another, and objects whose attributes are looked at.
+_MOST_ITERATORS, _MOST_OBJECTS = 16, 32
 # Bytes of an array, values of a dict, and characters of a string, that are looked at.
 _MOST_BYTES, _MOST_VALUES, _MOST_CHARACTERS = 2**12, 2**8, 64
+# Items of a tuple, likewise.
+_MOST_ITEMS = 8
+# Objects whose attributes are not looked at.
+_APART = (type, FunctionType, torch.nn.Module)
+# Iterators that tell how many items are left.
+_COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 class KeptGenerators:
@@ -67,8 +77,8 @@ class KeptValues:
     that leaves one of them out leads to the right samples at first. Later the generator draws the order of another
     block, or a sample is not left out that has come already.
 
-    Attributes are those of classes of the user's. Local variables are those of generator functions, and of functions
-    that these read from by ``yield from``.
+    Attributes are those of objects of the user's classes, which these or local variables hold in turn. Local variables
+    are those of generator functions, and of such that these read from, also by way of iterators such as ``map``.
 
     Args:
         dataset: The dataset.
@@ -95,10 +105,11 @@ class KeptValues:
         Args:
             before: What it has held so far.
         """
-        found = self._values()
+        held = [*self._held()]
+        found = _values(held)
         self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
         self._changed |= before.get("kept", {}).keys()
-        drawn = {**self._drawn(), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
+        drawn = {**_drawn(held), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
         changed = {name: value for name, value in found.items() if name in self._changed}
         return {**self._generators.noted(), "kept": {**drawn, **changed}}
 
@@ -113,7 +124,8 @@ class KeptValues:
         """
         if self._generators.stand_elsewhere(noted.get("generators", "")):
             return [f"{name} {OTHER_GENERATORS}"]
-        before, drawn, values = noted.get("kept", {}), self._drawn(), self._values()
+        held = [*self._held()]
+        before, drawn, values = noted.get("kept", {}), _drawn(held), _values(held)
         are_others = {name for name in drawn if name in before and before[name] != drawn[name]}
         self._elsewhere = {name: (drawn[name], before[name]) for name in are_others}
         others = [name for name, value in before.items() if values.get(name, value) != value]
@@ -129,46 +141,84 @@ class KeptValues:
         """
         if not self._elsewhere:
             return []
-        drawn = self._drawn()
+        drawn = _drawn(self._held())
         others = [one for one, (stands, _) in self._elsewhere.items() if drawn.get(one, stands) != stands]
         self._elsewhere = {} if others else self._elsewhere
         return [f"{name} {OTHER_VALUES.format(some_of(others))}"] if others else []
 
-    def _drawn(self) -> dict[str, str]:
-        """Digests of the states of random generators in local variables."""
-        found = ((name, text) for name, value in self._locals() for text in _texts_of([value]))
-        return {name: hex_digest(text.encode()) for name, text in found}
+    def _held(self) -> Iterator[tuple[str, Any]]:
+        """Attributes of the datasets, and local variables; then attributes of objects of the user's among these."""
+        left = [(type(part).__qualname__, attributes_of(part)) for part in self._parts]
+        left += [(name, _variables_of(one)) for name, one in _named(_iterators_behind(self._iterator))]
+        seen = {id(part) for part in self._parts}
+        for number, (name, held) in enumerate(left):
+            for variable, value in held.items():
+                yield f"{name}.{variable}", value
+                is_object = type(value) not in BUILT_IN and is_users(type(value).__module__)
+                if is_object and id(value) not in seen and number < _MOST_OBJECTS and not isinstance(value, _APART):
+                    seen.add(id(value))
+                    left.append((f"{name}.{variable}", attributes_of(value)))
 
-    def _values(self) -> dict[str, str]:
-        """Of numbers, lists, sets, counts by key and arrays, what tells that they were changed."""
-        held = chain(self._locals(), self._attributes())
-        return {name: text for name, value in held if (text := _text_of(value))}
 
-    def _locals(self) -> Iterator[tuple[str, Any]]:
-        iterator = self._iterator
-        for _ in range(_MOST_NESTED):
-            if not inspect.isgenerator(iterator):
-                return
-            for name, value in inspect.getgeneratorlocals(iterator).items():
-                yield f"{iterator.__name__}.{name}", value
-            iterator = iterator.gi_yieldfrom
+def _drawn(held: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Digests of the states of random generators."""
+    found = ((name, text) for name, value in held for text in _texts_of([value]))
+    return {name: hex_digest(text.encode()) for name, text in found}
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        for part in self._parts:
-            for name, value in attributes_of(part).items():
-                yield f"{type(part).__qualname__}.{name}", value
+
+def _values(held: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Of numbers, lists, sets, counts by key and arrays, what tells that they were changed."""
+    return {name: text for name, value in held if (text := _text_of(value))}
+
+
+def _iterators_behind(iterator: Any) -> list[Any]:
+    """An iterator and those that it reads from, such as the one of a ``for`` loop, which is in no variable."""
+    found, left = dict[int, Any](), [iterator]
+    while left and len(found) < _MOST_ITERATORS:
+        one = left.pop(0)
+        if id(one) in found or not isinstance(one, Iterator):
+            continue
+        found[id(one)] = one
+        is_own = not inspect.isgenerator(one) and is_users(type(one).__module__)
+        held = [*attributes_of(one).values()] if is_own else gc.get_referents(one)
+        # Of zip() they are in a tuple.
+        left += [part for value in held for part in (value if type(value) is tuple else [value])]
+    return [*found.values()]
+
+
+def _variables_of(iterator: Any) -> dict[str, Any]:
+    """The local variables of a generator function of the user's, or the attributes of an iterator of such a class."""
+    if not inspect.isgenerator(iterator):
+        return attributes_of(iterator) if is_users(type(iterator).__module__) else {}
+    frame = iterator.gi_frame
+    return frame.f_locals if frame is not None and is_users(frame.f_globals.get("__name__")) else {}
+
+
+def _named(iterators: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Iterators by the name of their function or class, which has a number where there are several."""
+    numbers = Counter[str]()
+    for one in iterators:
+        name = one.__name__ if inspect.isgenerator(one) else type(one).__qualname__
+        numbers[name] += 1
+        yield name if numbers[name] == 1 else f"{name} {numbers[name]}", one
 
 
 def _text_of(value: Any) -> str:
     """A number or short string; how long a list or set is, the sum of counts, and a digest of a small array or tensor.
 
-    Empty for anything else.
+    Of an iterator over a list, what is left. Empty for anything else.
     """
     if type(value) in (bool, int, float, str):
         return repr(value) if type(value) is not str or len(value) <= _MOST_CHARACTERS else ""
     if isinstance(value, torch.Tensor):
         is_read = is_plain_tensor(value) and value.nbytes <= _MOST_BYTES
         return digest_of_tensor(value.detach()) if is_read else ""
+    if isinstance(value, _COUNTED):
+        return f"{length_hint(value)} left"
+    if type(value) is cycle:
+        return _text_of_cycle(value)
+    if type(value) is count or (type(value) is tuple and len(value) <= _MOST_ITEMS and {*map(type, value)} <= BUILT_IN):
+        return repr(value)[:_MOST_CHARACTERS]
     if isinstance(value, (list, set, deque)):
         return f"{type(value).__name__} {len(value)}"
     if isinstance(value, dict) and 0 < len(value) <= _MOST_VALUES and all(type(one) is int for one in value.values()):
@@ -178,6 +228,17 @@ def _text_of(value: Any) -> str:
         size = value.nbytes if isinstance(value, np.ndarray) else len(value)
         is_read = size <= _MOST_BYTES and not getattr(value, "dtype", np.dtype(int)).hasobject
         return hex_digest(bytes(value)) if is_read else ""
+    return ""
+
+
+def _text_of_cycle(value: Any) -> str:
+    """How many items ``itertools.cycle`` has kept, and how many are left of a round over them."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of what 3.14 has no more.
+        warnings.simplefilter("ignore")
+        with suppress(Exception):
+            _, (items,), (kept, _) = value.__reduce__()
+            return f"{len(kept)} kept, {_text_of(items)}"
     return ""
 
 

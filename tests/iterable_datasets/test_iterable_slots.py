@@ -303,10 +303,10 @@ class KeepsCounts(Keeps):
 
 KEEPS = [
     (InBlocks, "__iter__.generator"),
-    (LeavesOutWhatCame, "unique.seen"),
+    (LeavesOutWhatCame, "LeavesOutWhatCame.seen, unique.seen"),
     (CountsDown, "__iter__.left"),
-    (Keeps, "__iter__.kept, Keeps.held"),
-    (KeepsCounts, "__iter__.kept, KeepsCounts.held"),
+    (Keeps, "Keeps.held, __iter__.kept"),
+    (KeepsCounts, "KeepsCounts.held, __iter__.kept"),
 ]
 
 
