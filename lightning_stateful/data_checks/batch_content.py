@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch
@@ -18,7 +20,7 @@ from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.data_checks.odd_datasets import find_trained
-from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import Difference, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loaders.planned_batches import ChosenBatch
@@ -27,13 +29,14 @@ from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
-# Indices of a batch that are kept.
-_MOST_INDICES = 2**12
+# Characters of the indices of a batch that are kept.
+_MOST_CHARACTERS = 2**15
 
 
 class BatchContent:
@@ -104,10 +107,11 @@ class BatchContent:
             return
         plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
-        if _has_sampler(loader) and not _are_plain(loader):
+        kept = _kept_indices(loader.indices) if _has_sampler(loader) else []
+        if kept is None:
             self.latest.pop(path, None)
             return
-        chosen = {"chosen": [loader.number, *loader.indices]} if _has_sampler(loader) else {}
+        chosen = {"chosen": [loader.number, *kept]} if kept else {}
         topology = loader.topology
         try:
             content = digest_of_batch(batch)
@@ -354,16 +358,29 @@ def _has_sampler(loader: StatefulLoader) -> bool:
     return isinstance(loader.order, WrappedSampler)
 
 
-def _are_plain(loader: StatefulLoader) -> bool:
-    """Whether the latest batch of a loader is one of some indices, which a state can have."""
-    held = loader.indices
-    return isinstance(held, list) and len(held) <= _MOST_INDICES and all(type(index) is int for index in held)
+def _kept_indices(indices: Any) -> list[Any] | None:
+    """The indices of a batch as a state has them, and whether they are items of a list; None for others, or too many.
+
+    Numbers of NumPy and tensors take a thousandth of the space in an array.
+    """
+    is_listed = type(indices) is list
+    if len(kinds := {*map(type, indices)} if is_listed else ()) == 1:
+        kind = next(iter(kinds))
+        with suppress(Exception):
+            indices = torch.stack(indices) if kind is torch.Tensor else indices
+            indices = np.array(indices) if issubclass(kind, np.generic) else indices
+    with suppress(StateError):
+        plain = to_plain(indices)
+        return [plain, is_listed] if len(repr(plain)) <= _MOST_CHARACTERS else None
+    return None
 
 
 def _plan_of(loader: StatefulLoader, saved: Mapping[str, Any]) -> Any:
     """A plan that begins with a batch as it was noted."""
     if chosen := saved.get("chosen"):
-        return ChosenBatch(saved["batch"][0], chosen[0], chosen[1:])
+        number, plain, is_listed = chosen
+        indices = from_plain(plain)
+        return ChosenBatch(saved["batch"][0], number, [*indices] if is_listed else indices)
     progress = Progress.from_dict(saved["progress"])
     return loader.order.plan(progress.epoch, saved["ranks"], progress)
 

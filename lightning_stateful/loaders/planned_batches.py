@@ -40,7 +40,7 @@ class ChosenBatch(NamedTuple):
 
     epoch: int
     number: int
-    indices: list[int]
+    indices: Any
 
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """The batch, whatever the rank."""

@@ -34,7 +34,7 @@ _CONTENT = {
     "rank": COUNT,
     "settings": str,
     "held?": str,
-    "chosen?": [COUNT],
+    "chosen?": (COUNT, object, bool),
     "digest": object,
     "means": [object],
 }

@@ -80,3 +80,47 @@ def test_what_a_sampler_sets_is_not_taken_for_other_content(tmp_path: Path, step
     path, make = tmp_path / "x.ckpt", partial(loader, sets=True)
     ended(path, make, run=train_alone, max_steps=step)
     train_alone(make, ckpt_path=path)
+
+
+class Looked(Dataset[dict[str, torch.Tensor]]):
+    """Looks samples up by whatever a sampler yields."""
+
+    def __init__(self, plus: float) -> None:
+        self._value = lambda number: number + plus
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, item: Any) -> dict[str, torch.Tensor]:
+        number = int(item[0] if isinstance(item, tuple) else item)
+        return {"id": torch.tensor(number), "x": torch.full((4,), self._value(number) / 100)}
+
+
+ITEMS = {
+    "NumPy's integers": np.arange(22),
+    "tensors": torch.arange(22),
+    "strings": list(map(str, range(22))),
+    "tuples": [(number, 0.5, "wide") for number in range(22)],
+}
+
+
+@pytest.mark.parametrize("items", ITEMS)
+@pytest.mark.parametrize("batches", [False, True])
+def test_other_content_is_warned_of_whatever_the_items_are(tmp_path: Path, items: str, batches: bool) -> None:
+    class Yields(Sampler[Any]):
+        def __len__(self) -> int:
+            return 11 if batches else 22
+
+        def __iter__(self) -> Iterator[Any]:
+            found = ITEMS[items]
+            return (found[2 * first : 2 * first + 2] for first in range(11)) if batches else iter(found)
+
+    def make(plus: float = 0.0) -> Any:
+        how: dict[str, Any] = {"batch_sampler": Yields()} if batches else {"sampler": Yields(), "batch_size": 2}
+        return DataLoader(Looked(plus), **how)
+
+    path = tmp_path / "x.ckpt"
+    ended(path, make, run=train_alone, max_steps=4)
+    train_alone(make, ckpt_path=path)
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 0 has another content .* by the same indices"):
+        train_alone(partial(make, 1.0), ckpt_path=path)
