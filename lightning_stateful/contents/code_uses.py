@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lightning_stateful.generators.attributes import Place, codes_in, is_users, names_in, reached
 
 # Functions by which samples are read.
-_READ = {"__getitem__", "__getitems__", "__call__", "forward"}
+_READ = {"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"}
 # Those that only put something into a container, or lock it; and those whose result, if any, is only written down.
 _ADD = {"append", "appendleft", "add", "extend"}
 _PUT = _ADD | {"get_lock", "acquire", "release"}

@@ -29,6 +29,7 @@ _SLOT = {
     "passes": [range(-COUNT.stop, COUNT.stop)],
     "changes": bool,
     "draws": bool,
+    "begins?": bool,
     "outside?": {str: str},
     "built?": {str: str},
     "begun?": {str: str},
@@ -161,7 +162,7 @@ class IterableState:
             passes = [*slot["passes"], -1 - batches if slot["over"] else batches]
             # Of batches that a worker has read ahead nobody knows whether the last was the end.
             changes = slot["changes"] or batches > slot["batches"]
-            kept = {name: slot[name] for name in slot if name in ("draws", "outside", "built")}
+            kept = {name: slot[name] for name in slot if name in ("draws", "begins", "outside", "built")}
             return {**fresh, "passes": passes, "changes": changes, **kept, "begun": slot.get("left", {})}
         return fresh
 

@@ -85,5 +85,5 @@ def name_of_dataset(dataset: Any) -> str:
 
 
 def is_told(dataset: Any) -> bool:
-    """Whether a state, or ``set_epoch``, tells a dataset what it gives."""
-    return has_state(dataset) or callable(getattr(dataset, "set_epoch", None))
+    """Whether ``set_epoch`` tells a dataset without a state which pass it begins."""
+    return callable(getattr(dataset, "set_epoch", None)) and not has_state(dataset)

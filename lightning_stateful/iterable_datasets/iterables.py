@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -10,40 +9,30 @@ from typing import Any, ClassVar
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, ShardError, StateError
 from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
+from lightning_stateful.iterable_datasets.dataset_parts import parts_of
+from lightning_stateful.iterable_datasets.earlier_passes import EarlierPasses
 from lightning_stateful.iterable_datasets.iterable_task import (
     FRESH,
     IterableTask,
     begin_datapipe,
-    is_told,
     name_of_dataset,
 )
 from lightning_stateful.iterable_datasets.kept_values import KeptValues
-from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import (
     INEXACT,
     NUM_FIRST,
     PERHAPS,
     FirstSamples,
-    digest_of_dataset,
     digest_of_sample,
     history_of,
-    parts_of,
 )
-from lightning_stateful.iterable_datasets.rank_draws import (
-    GOES_ON,
-    KEEPS,
-    UnseededDraws,
-    keeps_what_it_draws,
-    seed_reads,
-)
+from lightning_stateful.iterable_datasets.rank_draws import UnseededDraws, seed_reads
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import OF_STATES, has_state, is_due, iterator_at, own_state
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 
-# A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
-_FEW, _SOME_MORE = 1, 3
 # So many batches are read again from the beginning of a pass, in place of the state behind the first one.
 _FROM_BEGINNING = 2
 
@@ -103,8 +92,8 @@ class IterableConfig:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether earlier passes may decide what a pass gives, and no state and no ``set_epoch`` says so."""
-        return self.stays and not is_told(self.dataset)
+        """Whether earlier passes may decide what a pass gives, and no state says so."""
+        return self.stays and not has_state(self.dataset)
 
     def open(self, task: IterableTask) -> IterableSlot:
         """Open the reader of a worker slot's batches."""
@@ -193,7 +182,7 @@ class IterableSlot:
             if self._samples is None:
                 self._open()
                 is_brought = False
-            batch = self._read_batch(self.epoch, self._held["batches"])
+            batch = self.read_batch(self.epoch, self._held["batches"])
         except Exception as error:
             where = f"{self._name()} could not be read at its sample {self._held['item']}"
             if is_brought and not isinstance(error, StateError):
@@ -212,6 +201,10 @@ class IterableSlot:
         """The slot's position after the latest batch: plain data that later batches leave as it is."""
         return self._held
 
+    def reading(self, dataset: Any) -> IterableSlot:
+        """The same for a copy of the dataset."""
+        return IterableSlot(replace(self._config, dataset=dataset, told=[]), self._task)
+
     def close(self) -> None:
         """Let go of the iterator."""
         self._samples = self._iterator = None
@@ -224,7 +217,7 @@ class IterableSlot:
             again = {**held, "state": None, "since": held["batches"]} if self._can_begin_again(held) else held
             self._bring(again)
         if self._samples is None:
-            self._begin_pass(self.epoch)
+            self.begin_pass(self.epoch)
         if not is_here and again["since"]:
             self._read_again(again)
         self._is_exhausted = self._is_exhausted or (held["exhausted"] and not held["since"])
@@ -239,7 +232,7 @@ class IterableSlot:
         can_be = held["state"] is not None and self._config.sample_seed is not None
         return bool(0 < held["batches"] <= _FROM_BEGINNING and can_be and is_known)
 
-    def _begin_pass(self, epoch: int) -> None:
+    def begin_pass(self, epoch: int) -> None:
         """Begin a pass as torch does, with the dataset as it stands."""
         self._config.set_epoch(epoch)
         self._seed(epoch, 0)
@@ -252,8 +245,7 @@ class IterableSlot:
     def _note_pass(self) -> None:
         self._number = len(self._history)
         if self._config.counts_passes:
-            self._history.look_outside(self._dataset)
-            self._history.attributes.note_begin(self._dataset)
+            self._history.note_begin(self._dataset)
         self._history.append(0)
 
     def _set_iterator(self, iterator: Any) -> None:
@@ -263,14 +255,9 @@ class IterableSlot:
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
         if self._config.counts_passes:
-            self._history.changes = self._history.changes or held["changes"]
-            self._history.draws = self._history.draws or held["draws"]
-            is_there, changed = self._history.attributes.compare(self._dataset, held)
-            others = [changed, self._history.compare_outside(self._dataset, held["outside"])]
-            self.said += [f"{self._name()} {other}" for other in others if other]
-            self._history += held["passes"][len(self._history) :] if is_there else []
             with keep_randomness():  # This pass draws from where the process stands, as without the stop.
-                self._begin_earlier_passes(held["passes"])
+                earlier = EarlierPasses(self, self._config, self._history, held)
+                self.said += [f"{self._name()} {one}" for one in earlier.begin()]
         if held["state"] is not None:
             self._load(held["state"], self.epoch)
         elif has_state(self._dataset) and held["ended"] is not None and held["ended"]["state"] is not None:
@@ -291,7 +278,7 @@ class IterableSlot:
         self._load(ended["state"], epoch)
         is_same = self._is_read_again(ended, epoch, number)
         for later in range(number + since, number + since + ended["more"]):
-            if not self._read_batch(epoch, later):
+            if not self.read_batch(epoch, later):
                 break
         if not since + ended["more"] and not ended["over"] and inspect.isgenerator(self._samples):
             self.said.append(
@@ -299,7 +286,7 @@ class IterableSlot:
                 "generator that uses that state only when it is read begins the next pass with it, so a resume from "
                 "here may not be exact. Let an epoch have more batches than workers, or resume within one."
             )
-        self._read_samples(ended["left_out"])
+        self.read_samples(ended["left_out"])
         many = number + since + ended["more"]
         self._history[self._number] = -1 - many if ended["over"] else many
         # From a state at its end some begin anew at once, and others once they have found nothing.
@@ -308,55 +295,10 @@ class IterableSlot:
             return
         # It is the first sample of the pass, and draws as such.
         self._seed(self.epoch, 0)
-        if found := self._read_samples(1):
+        if found := self.read_samples(1):
             self._found, self._drawn = found, Randomness.now()
         else:
             self.close()
-
-    def _begin_earlier_passes(self, passes: list[int]) -> None:
-        """Begin the passes that training has begun, of one without state; where that changes the next, read them."""
-        missing = passes[len(self._history) :]
-        are_read = bool(missing) and not self._begins_alike(max(map(abs, missing)))
-        if missing and self._history.draws and not are_read:
-            self.said.append(f"{self._name()} {GOES_ON}")
-        is_unseeded = self._config.gives_batches or self._config.sample_seed is None
-        if missing and is_unseeded and keeps_what_it_draws(self._dataset):
-            self.said.append(f"{self._name()} {KEEPS}")
-        for number in missing:
-            epoch, many = len(self._history), number if number >= 0 else -1 - number
-            self._begin_pass(epoch)
-            if are_read:
-                all(self._read_batch(epoch, batch) for batch in range(many + (number < 0)))  # Up to an empty one.
-            else:
-                next(self._samples, None)
-            self._history[-1] = number
-            self.close()
-
-    def _begins_alike(self, most: int) -> bool:
-        """Whether a pass begins in the same way however much of the one before was read, as copies tell.
-
-        Args:
-            most: Batches that a copy reads where the end of a pass changes the dataset.
-        """
-        firsts, outside = [], OutsideValues(self._dataset)
-        if not outside.can_be_restored:
-            return False
-        try:
-            datasets = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
-            copies = [IterableSlot(replace(self._config, dataset=one), self._task) for one in datasets]
-        except Exception:
-            return False
-        for copied, number in zip(copies, (_FEW, _SOME_MORE), strict=True):
-            copied._begin_pass(len(self._history))
-            copied._read_samples(number)
-            many = most if number == _SOME_MORE and self._history.changes else 0
-            all(copied._read_batch(len(self._history), 0) for _ in range(many))
-            copied._begin_pass(len(self._history) + 1)
-            firsts.append([digest_of_sample(sample) for sample in copied._read_samples(NUM_FIRST)])
-            # A part of it that comes later may have changed.
-            firsts[-1] += [digest_of_dataset(copied._dataset)] if self._history.changes else []
-            outside.restore()
-        return firsts[0] == firsts[1]
 
     def _read_again(self, held: NodeState) -> None:
         """Read, and leave out, what was given since the state, or the beginning of the pass."""
@@ -365,7 +307,7 @@ class IterableSlot:
             return
         found, first = 0, FirstSamples()
         for number in range(held["batches"]):
-            batch = self._read_batch(self.epoch, number)
+            batch = self.read_batch(self.epoch, number)
             if not batch:
                 raise PositionError(
                     f"{held['batches']} batches of {self._name()} were used, but now it ends after {number}. Read the "
@@ -383,7 +325,7 @@ class IterableSlot:
         """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
         first = None
         for later in range(number, number + held["since"]):
-            batch = self._read_batch(epoch, later)
+            batch = self.read_batch(epoch, later)
             if number:
                 self._history.note_loaded(batch, is_first=later == number)
             if later > number or held["since"] == 1:
@@ -398,7 +340,7 @@ class IterableSlot:
             self.said += self._kept.said(held, self._name())
         return is_same
 
-    def _read_batch(self, epoch: int, number: int) -> list[Any]:
+    def read_batch(self, epoch: int, number: int) -> list[Any]:
         """The samples of a batch; fewer at the end, and then none."""
         size = 1 if self._config.batch_size is None or not self._config.is_batched else self._config.batch_size
         if self._is_exhausted:
@@ -407,13 +349,13 @@ class IterableSlot:
         batch, self._found = self._found, []
         if batch and self._drawn is not None and self._config.sample_seed is not None:
             self._drawn.restore()
-        batch += self._read_samples(size - len(batch))
+        batch += self.read_samples(size - len(batch))
         if len(batch) == size or not self._config.drop_last:
             return batch
         self._left_out = len(batch)
         return []
 
-    def _read_samples(self, number: int) -> list[Any]:
+    def read_samples(self, number: int) -> list[Any]:
         """The next samples, up to ``number``; not by islice(), because some begin anew at every iter()."""
         samples: list[Any] = []
         try:

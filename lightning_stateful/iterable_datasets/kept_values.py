@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.errors import Remark, some_of
 from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
-from lightning_stateful.iterable_datasets.pass_history import parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import names_told, parts_of
 from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.stream_nodes.own_state import has_state
 
@@ -48,16 +49,19 @@ _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 class KeptGenerators:
     """The random generators that datasets hold in attributes, and go on drawing from.
 
+    Left out are those that each pass sets anew: in ``set_epoch``, or before it draws from them.
+
     Args:
         datasets: A dataset, and the datasets in it.
     """
 
     def __init__(self, datasets: list[Any]) -> None:
-        self._datasets = datasets
+        self._left = [(dataset, _names_set_anew(dataset)) for dataset in datasets]
 
     def digest(self) -> str:
         """Digest of the states of all of them, the same in every process; empty if there are none."""
-        texts = _texts_of(value for dataset in self._datasets for value in attributes_of(dataset).values())
+        held = ((attributes_of(dataset), names) for dataset, names in self._left)
+        texts = _texts_of(value for own, names in held for name, value in own.items() if name not in names)
         return hex_digest("".join(texts).encode()) if texts else ""
 
     def noted(self) -> dict[str, Any]:
@@ -67,6 +71,13 @@ class KeptGenerators:
     def stand_elsewhere(self, noted: str) -> bool:
         """Whether they stand elsewhere than where a digest was noted."""
         return "" not in (noted, found := self.digest()) and found != noted
+
+
+def _names_set_anew(dataset: Any) -> set[str]:
+    """The names of a dataset's random generators that each pass sets before it draws from them."""
+    names = {name for name, value in attributes_of(dataset).items() if isinstance(value, GENERATORS)}
+    told = names_told(dataset) or frozenset()
+    return {name for name in names if name in told or not uses_of(dataset, name, may_be_called=True).uses}
 
 
 class KeptValues:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.errors import PositionError, some_of
 from lightning_stateful.generators.attributes import (
     PLAIN,
-    attributes_and_defaults,
     can_be_read,
     is_users,
     text_of_plain,
 )
 from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 from lightning_stateful.samplers.fingerprint import digest, digest_of_tensor, hex_digest
@@ -31,8 +30,6 @@ from lightning_stateful.stream_nodes.own_state import has_state
 # The first samples of a pass, and those at powers of two behind them, tell it from others.
 NUM_FIRST = 8
 _MOST_NESTED = 8
-# Datasets in one that are looked into for others in turn.
-_MOST_PARTS = 64
 _MOST_NUMBERS = 2**14
 # Labels and tokens; bytes are mostly images.
 _LABEL_TYPES = (torch.int16, torch.int32, torch.int64)
@@ -57,13 +54,14 @@ class PassHistory(list[int]):
         loaded: Digests of the first two batches behind a state that the dataset has loaded; empty if it has loaded
             none.
         draws: Whether samples were drawn from random generators that the dataset holds.
+        begins: Of a dataset that is told the epoch, whether the beginning of a pass has changed it.
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
         outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
         moved: Digests of those that passes have changed, by name, from before the first pass.
         attributes: What passes change in the dataset's own attributes.
     """
 
-    changes = draws = is_behind = False
+    changes = draws = begins = is_behind = False
     outside: OutsideValues | None = None
 
     def __init__(self) -> None:
@@ -74,8 +72,8 @@ class PassHistory(list[int]):
         self.moved: dict[str, str] = {}
         self.attributes = ChangedAttributes()
         self._began: dict[str, str] = {}
-        # What the dataset held after the first batch of the pass, and the states of generators.
-        self._contents = self._drawn = ""
+        # What the dataset held after the first batch of the pass, and the states of generators; and both before it.
+        self._contents = self._drawn = self._told = ""
         self._length = -1
 
     def note_loaded(self, batch: list[Any], *, is_first: bool) -> None:
@@ -111,10 +109,27 @@ class PassHistory(list[int]):
             self._began = self.outside.digests()
         return self._began
 
+    def note_begin(self, dataset: Any) -> None:
+        """A pass over the dataset is about to begin, of which it was told the epoch if it has ``set_epoch``."""
+        self.look_outside(dataset)
+        self.attributes.note_begin(dataset)
+        self._told = _told_apart(dataset) if is_told(dataset) and not self.begins else ""
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether passes have changed, or drawn from, anything that a later one may follow from."""
+        return self.changes or self.draws or self.begins or bool(self.moved)
+
     def noted(self) -> dict[str, Any]:
         """What a state holds of passes so far."""
         noted = {"changes": self.changes, "draws": self.draws, "outside": dict(self.moved)}
-        return {**noted, **self.attributes.state()}
+        begins = {"begins": True} if self.begins else {}
+        return {**noted, **begins, **self.attributes.state()}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Take over what a state holds of passes, but for what they have changed."""
+        self.changes, self.draws = self.changes or state["changes"], self.draws or state["draws"]
+        self.begins = self.begins or state.get("begins", False)
 
     def compare_outside(self, dataset: Any, expected: Mapping[str, str]) -> str:
         """A sentence on what was another before the first pass of the run that wrote a state; empty if nothing was.
@@ -148,6 +163,7 @@ class PassHistory(list[int]):
         outside = self.outside
         if is_first:
             self._length = _length_of(dataset)
+            self.begins = self.begins or bool(self._told and self._told != _told_apart(dataset))
         is_end = is_end or item == self._length
         if is_first or is_end:
             self.attributes.note(dataset, is_end=is_end)
@@ -167,8 +183,8 @@ class PassHistory(list[int]):
 class ChangedAttributes:
     """The attributes of a dataset that its own passes change, random generators in them too, as digests.
 
-    Left out are datasets with ``set_epoch`` and those of installed packages, and attributes that hold sets, which are
-    shown in another order in each process.
+    Left out are datasets of installed packages, what ``set_epoch`` sets, and attributes that hold sets, which are shown
+    in another order in each process.
 
     Attributes:
         set_by_hooks: Names of attributes that something else than its passes sets: they are left out.
@@ -290,49 +306,13 @@ def beginning_of(dataset: Any) -> Any:
         held.restore()
 
 
-def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True) -> Iterator[tuple[str, Any]]:
-    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for those told the epoch.
-
-    Args:
-        dataset: The dataset.
-        looks_at: Which of them to look at; by default all.
-    """
-    for part in parts_of(dataset):
-        if callable(getattr(part, "set_epoch", None)) or not looks_at(part):
-            continue
-        held = attributes_and_defaults(part)
-        yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items())
-
-
 # By the id of a dataset: a reference to it, and its passes in this process.
 _histories: dict[int, tuple[Callable[[], Any], PassHistory]] = {}
 
 
-def parts_of(dataset: Any) -> list[Any]:
-    """A dataset, the datasets in it, and what loaders that these hold read with, each once."""
-    parts: dict[int, Any] = {id(dataset): dataset}
-    left = [dataset]
-    for part in left:
-        for held in SamplerParts(part).shared:
-            found = _parts_of_loader(held) if isinstance(held, DataLoader) else [held]
-            new = {id(one): one for one in found if one is not held or isinstance(one, Dataset)}
-            left += [one for key, one in new.items() if key not in parts and len(left) < _MOST_PARTS]
-            parts |= new
-    return list(parts.values())
-
-
-def _parts_of_loader(loader: Any) -> list[Any]:
-    """The dataset, the samplers and the object that collates of a loader: what its passes in this process change."""
-    batches, collate = loader.batch_sampler, loader.collate_fn
-    # Torch's own holds a sampler, and nothing else that changes.
-    sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
-    found = [loader.dataset, sampler, getattr(collate, "__self__", collate)]
-    return [part for part in found if not isinstance(part, (FunctionType, BuiltinFunctionType))]
-
-
-def digest_of_dataset(dataset: Any) -> str:
-    """Digest of what a dataset holds, and its parts."""
-    return digest([digest_of_contents(part) for part in parts_of(dataset)])
+def _told_apart(dataset: Any) -> str:
+    """Digest of what a dataset holds, and of where its random generators stand."""
+    return digest_of_dataset(dataset) + digest_of_generators(*parts_of(dataset))
 
 
 def _length_of(dataset: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, can_be_read, text_of_plain
-from lightning_stateful.iterable_datasets.pass_history import attributes_in
+from lightning_stateful.iterable_datasets.dataset_parts import attributes_in
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 
 _MOST_NAMED, _MOST_CHARACTERS = 8, 40

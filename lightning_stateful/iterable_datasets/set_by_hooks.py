@@ -15,7 +15,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
-from lightning_stateful.iterable_datasets.pass_history import attributes_in, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, names_told, parts_of
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 
@@ -31,7 +31,7 @@ _EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 class SetBetweenPasses:
     """Notices attributes of a dataset that something else than its passes sets between two of them, as a hook does.
 
-    Datasets with ``set_epoch`` are left out: what that sets is looked at elsewhere.
+    What ``set_epoch`` sets is left out, and looked at elsewhere.
 
     Args:
         dataset: The dataset, as it is in this process.
@@ -154,7 +154,7 @@ class SetWithinPass:
     """Compares what a dataset holds behind each batch with what it holds before the next is read.
 
     What differs was set by something else, such as a hook. Of attributes that are objects it is seen when another
-    object is set, and not when the same one is changed. Datasets with ``set_epoch`` are left out.
+    object is set, and not when the same one is changed. What ``set_epoch`` sets is left out.
 
     Args:
         dataset: The dataset, which is read in this process.
@@ -167,7 +167,7 @@ class SetWithinPass:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._built = _digests_of(dataset, None)
-        self._holders: list[tuple[str, dict[str, Any]]] = []
+        self._holders: list[Any] = []
         # The attributes behind the latest batch; None before the first one.
         self._left: list[dict[str, Any]] | None = None
         # By name, the epoch and the number of batches of it that had been read.
@@ -187,8 +187,8 @@ class SetWithinPass:
 
     def note_begin(self) -> None:
         """A pass is about to begin, or to go on at a state."""
-        held = [(type(part).__qualname__, vars(part)) for part in self._parts() if hasattr(part, "__dict__")]
-        self._holders = [(name, of) for name, of in held if len(of) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
+        parts = [part for part in parts_of(self._dataset) if hasattr(part, "__dict__") and names_told(part) is not None]
+        self._holders = [part for part in parts if len(vars(part)) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
         self._left = None
 
     def note_read(self, epoch: int, num_read: int) -> None:
@@ -207,7 +207,7 @@ class SetWithinPass:
             self._set = {name: at for name, at in self._set.items() if name not in self._changed()}
         if self._expected:
             self._compare()
-        self._left, self._at = [dict(of) for _, of in self._holders], (epoch, num_read)
+        self._left, self._at = [dict(vars(part)) for part in self._holders], (epoch, num_read)
 
     def note_end(self) -> None:
         """A pass has ended: what is set from here on is set between two passes."""
@@ -218,11 +218,11 @@ class SetWithinPass:
         left = self._left
         if left is None or all(
             len(before) == len(of) and all(map(is_, before.values(), of.values()))
-            for before, (_, of) in zip(left, self._holders, strict=True)
+            for before, of in zip(left, map(vars, self._holders), strict=True)
         ):
             return
         self._set |= dict.fromkeys(self._changed(), self._at)
-        self._left = [dict(of) for _, of in self._holders]
+        self._left = [dict(vars(part)) for part in self._holders]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """See above.
@@ -264,14 +264,12 @@ class SetWithinPass:
                 "batch. Set it between two epochs."
             )
 
-    def _parts(self) -> list[Any]:
-        return [part for part in parts_of(self._dataset) if not callable(getattr(part, "set_epoch", None))]
-
     def _changed(self) -> set[str]:
         """The attributes that are not as they were behind the latest batch."""
         changed: set[str] = set()
-        for before, (kind, of) in zip(self._left or (), self._holders, strict=False):
-            for name in {**before, **of}:
+        for before, part in zip(self._left or (), self._holders, strict=False):
+            kind, of = type(part).__qualname__, vars(part)
+            for name in {**before, **of}.keys() - (names_told(part) or ()):
                 old, new = before.get(name, _MISSING), of.get(name, _MISSING)
                 is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
                 changed |= set() if is_same else {f"{kind}.{name}"}

@@ -15,15 +15,14 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.kept_values import KeptGenerators
 from lightning_stateful.iterable_datasets.pass_history import (
     beginning_of,
-    digest_of_dataset,
     history_of,
-    parts_of,
 )
 from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.iterable_datasets.rank_draws import (
@@ -85,7 +84,9 @@ class IterableOrder(StreamReader):
             self.items = "batches"
             self._warn_of_drawn_orders()
         self.files = named_files(parts_of(self.dataset))
-        self._built = digest_of_dataset(self.dataset) if self.settings.counts_passes else ""
+        # Of one that is told the epoch, the digest is another in each.
+        self._counts_passes = self.settings.counts_passes and not is_told(self.dataset)
+        self._built = digest_of_dataset(self.dataset) if self._counts_passes else ""
         is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
         # Nothing of the dataset that lives on in workers is set from here.
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
@@ -96,11 +97,11 @@ class IterableOrder(StreamReader):
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
         # Of workers that end with the epoch, each draws from a copy of what it holds here.
-        is_copied = is_watched and not self.settings.stays and not is_told(self.dataset)
+        is_copied = is_watched and not self.settings.stays and not has_state(self.dataset)
         self._copied = KeptGenerators(parts_of(self.dataset)) if is_copied else None
         self._stood = ""
         # What its passes change here, with which hooks may see to it too.
-        is_changed_here = self.settings.counts_passes and not loader.num_workers
+        is_changed_here = self._counts_passes and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
         # Of one that is built for a later epoch another warning speaks.
         self._is_first = not history_of(self.dataset)
@@ -177,7 +178,7 @@ class IterableOrder(StreamReader):
 
         Lightning then begins a pass more than it trains on, of which a checkpoint between two epochs knows nothing.
         """
-        if self.settings.counts_passes and self._built != digest_of_dataset(self.dataset):
+        if self._counts_passes and self._built != digest_of_dataset(self.dataset):
             warnings.warn(
                 f"{self.name} changes itself from pass to pass, and a new loader of it was built for epoch {epoch}, "
                 "for which Lightning begins it once more than it trains on. A resume from between two epochs is not "

@@ -15,7 +15,7 @@ from support.runs import assert_goes_on_from_every_moment, ended, train_alone
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.iterable_datasets.pass_history import parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import parts_of
 
 MOMENTS = [
     ("on_train_batch_end", 0, 3),

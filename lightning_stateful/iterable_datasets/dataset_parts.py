@@ -1,0 +1,87 @@
+"""What an iterable dataset consists of: the datasets in it, and their attributes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from lightning_stateful.generators.attributes import attributes_and_defaults, closure_of, is_users, names_in
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.samplers.fingerprint import digest
+
+# Datasets in one that are looked into for others in turn.
+_MOST_PARTS = 64
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """A dataset, the datasets in it, and what loaders that these hold read with, each once."""
+    parts: dict[int, Any] = {id(dataset): dataset}
+    left = [dataset]
+    for part in left:
+        for held in SamplerParts(part).shared:
+            found = _parts_of_loader(held) if isinstance(held, DataLoader) else [held]
+            new = {id(one): one for one in found if one is not held or isinstance(one, Dataset)}
+            left += [one for key, one in new.items() if key not in parts and len(left) < _MOST_PARTS]
+            parts |= new
+    return list(parts.values())
+
+
+def _parts_of_loader(loader: Any) -> list[Any]:
+    """The dataset, the samplers and the object that collates of a loader: what its passes in this process change."""
+    batches, collate = loader.batch_sampler, loader.collate_fn
+    # Torch's own holds a sampler, and nothing else that changes.
+    sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    found = [loader.dataset, sampler, getattr(collate, "__self__", collate)]
+    return [part for part in found if not isinstance(part, (FunctionType, BuiltinFunctionType))]
+
+
+def digest_of_dataset(dataset: Any) -> str:
+    """Digest of what a dataset holds, and its parts."""
+    return digest([digest_of_contents(part) for part in parts_of(dataset)])
+
+
+def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True) -> Iterator[tuple[str, Any]]:
+    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for what ``set_epoch`` sets.
+
+    Args:
+        dataset: The dataset.
+        looks_at: Which of them to look at; by default all.
+    """
+    for part in parts_of(dataset):
+        told = names_told(part)
+        if told is None or not looks_at(part):
+            continue
+        held = attributes_and_defaults(part)
+        yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items() if name not in told)
+
+
+def names_told(part: Any) -> frozenset[str] | None:
+    """The names of attributes that ``set_epoch`` of a dataset may set, and of all else that its code names.
+
+    None if nobody can say: of one by an installed package.
+    """
+    if not callable(getattr(part, "set_epoch", None)):
+        return frozenset()
+    kind: Any = type(part)
+    return _names_in_set_epoch(kind) if is_users(kind.__module__) else None
+
+
+@lru_cache(maxsize=256)
+def _names_in_set_epoch(kind: type) -> frozenset[str] | None:
+    method = getattr(kind, "set_epoch", None)
+    if not isinstance(method, FunctionType):
+        return None
+    names, functions = set[str](), [method]
+    for function in functions:
+        new = {*names_in(function.__code__)} - names
+        names |= new
+        held = [inspect.getattr_static(kind, name, None) for name in sorted(new)]
+        # Setters too, and what a decorator wraps.
+        held += [part for one in held if isinstance(one, property) for part in (one.fget, one.fset)]
+        functions += [one for one in (*held, *closure_of(function).values()) if isinstance(one, FunctionType)]
+    return frozenset(names)

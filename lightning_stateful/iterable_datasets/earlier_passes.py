@@ -1,0 +1,186 @@
+"""Brings an iterable dataset without a state to where the earlier passes of a run have left it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.generators.attributes import attributes_and_defaults
+from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.iterable_task import is_told
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
+from lightning_stateful.iterable_datasets.pass_history import (
+    NUM_FIRST,
+    PassHistory,
+    digest_of_sample,
+)
+from lightning_stateful.iterable_datasets.rank_draws import GOES_ON, KEEPS, keeps_what_it_draws
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents, digest_of_generators
+
+# A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
+_FEW, _SOME_MORE = 1, 3
+# Seconds for which a copy of a dataset that is told the epoch is read.
+_PATIENCE = 20.0
+NOT_TRIED = (
+    "is told the epoch, and changes something in its passes as well. Whether that decides later passes could not be "
+    "tried on a copy of it, {}, and its earlier passes are not begun again: the resume may not be exact. Let the order "
+    'follow from set_epoch(epoch) alone, or give it state_dict and load_state_dict; accept=("nondeterministic",) is '
+    "silent."
+)
+
+
+class Reader(Protocol):
+    """What reads passes over a dataset: an :class:`~.iterables.IterableSlot`."""
+
+    epoch: int
+
+    def begin_pass(self, epoch: int) -> None:
+        """Begin a pass."""
+
+    def read_batch(self, epoch: int, number: int) -> list[Any]:
+        """The samples of a batch; none at the end."""
+
+    def read_samples(self, number: int) -> list[Any]:
+        """The next samples."""
+
+    def reading(self, dataset: Any) -> Reader:
+        """The same for a copy of the dataset."""
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+
+
+class EarlierPasses:
+    """The passes that a run has begun over a dataset before its checkpoint, which are begun again on a resume.
+
+    They are read, too, where that changes how the next one begins, as copies of the dataset tell. Of a dataset with
+    ``set_epoch`` none is begun where its passes change nothing, or copies tell that the epoch alone decides.
+
+    Args:
+        reader: Reads the dataset.
+        config: How the dataset is read.
+        history: The passes over it in this process.
+        state: The state of the pass that goes on, or begins.
+    """
+
+    def __init__(self, reader: Reader, config: Any, history: PassHistory, state: Mapping[str, Any]) -> None:
+        self._reader, self._config, self._history, self._state = reader, config, history, state
+        self._dataset = config.dataset
+        history.go_on(state)
+
+    def begin(self) -> list[str]:
+        """Begin them; texts on why the resume may not be exact."""
+        passes, history = self._state["passes"], self._history
+        outside = history.compare_outside(self._dataset, self._state["outside"])
+        if len(passes) > len(history) and is_told(self._dataset):
+            follows, why = self._follows_epoch(passes[len(history) :])
+            if follows or why:
+                history += passes[len(history) :]
+                return [NOT_TRIED.format(why)] if why else []
+        is_there, changed = history.attributes.compare(self._dataset, self._state)
+        history += passes[len(history) :] if is_there else []
+        return [*filter(None, (changed, outside)), *self._begin(passes[len(history) :])]
+
+    def _begin(self, missing: list[int]) -> list[str]:
+        said = list[str]()
+        are_read = bool(missing) and not self._begins_alike(max(map(_num_batches, missing)))
+        if missing and self._history.draws and not are_read:
+            said.append(GOES_ON)
+        is_unseeded = self._config.gives_batches or self._config.sample_seed is None
+        if missing and is_unseeded and keeps_what_it_draws(self._dataset):
+            said.append(KEEPS)
+        for number in missing:
+            epoch = len(self._history)
+            self._reader.begin_pass(epoch)
+            if are_read:
+                # Up to an empty one.
+                all(self._reader.read_batch(epoch, batch) for batch in range(_num_batches(number) + (number < 0)))
+            else:
+                self._reader.read_samples(1)
+            self._history[-1] = number
+            self._reader.close()
+        return said
+
+    def _copies(self, outside: OutsideValues) -> list[tuple[Reader, Any]]:
+        """Readers of two copies of the dataset, and these; none if there can be none, or what they change stays."""
+        if not outside.can_be_restored:
+            return []
+        try:
+            copies = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
+            return [(self._reader.reading(one), one) for one in copies]
+        except Exception:
+            return []
+
+    def _begins_alike(self, most: int) -> bool:
+        """Whether a pass begins in the same way however much of the one before was read, as copies tell.
+
+        Args:
+            most: Batches that a copy reads where the end of a pass changes the dataset.
+        """
+        outside, epoch, firsts = OutsideValues(self._dataset), len(self._history), list[list[str]]()
+        for (reader, copied), number in zip(self._copies(outside), (_FEW, _SOME_MORE), strict=False):
+            reader.begin_pass(epoch)
+            reader.read_samples(number)
+            many = most if number == _SOME_MORE and self._history.changes else 0
+            all(reader.read_batch(epoch, 0) for _ in range(many))
+            firsts.append(_firsts(reader, epoch + 1))
+            # A part of it that comes later may have changed.
+            firsts[-1] += [digest_of_dataset(copied)] if self._history.changes else []
+            outside.restore()
+        return len(firsts) == 2 and firsts[0] == firsts[1]
+
+    def _follows_epoch(self, passes: list[int]) -> tuple[bool, str]:
+        """Whether the epoch that it is told decides how the pass begins that is resumed, and not the one before.
+
+        Args:
+            passes: Those before it that have not been begun here.
+
+        Returns:
+            That, and why it could not be tried; empty if it could.
+        """
+        if not self._history.is_moved:
+            return True, ""
+        outside, epoch, began = OutsideValues(self._dataset), len(self._history) + len(passes), time.perf_counter()
+        copies = self._copies(outside)
+        if not copies:
+            return False, "which cannot be made"
+        (reader, fresh), (later, used) = copies
+        firsts = [*_firsts(reader, epoch), digest_of_generators(*parts_of(fresh))]
+        outside.restore()
+        later.begin_pass(epoch - 1)
+        later.read_samples(_SOME_MORE)
+        is_late = False
+        for number in range(_num_batches(passes[-1]) + 1 if self._history.changes else 0):
+            is_late = time.perf_counter() - began > _PATIENCE
+            if is_late or not later.read_batch(epoch - 1, number):
+                break
+        is_alike = firsts == [*_firsts(later, epoch), digest_of_generators(*parts_of(used))]
+        is_alike = is_alike and not _used_apart(fresh, used)
+        outside.restore()
+        return is_alike and not is_late, f"which took more than {_PATIENCE:.0f} s" if is_alike and is_late else ""
+
+
+def _firsts(reader: Reader, epoch: int) -> list[str]:
+    """Digests of the samples that a pass begins with."""
+    reader.begin_pass(epoch)
+    return [digest_of_sample(sample) for sample in reader.read_samples(NUM_FIRST)]
+
+
+def _used_apart(one: Any, other: Any) -> list[str]:
+    """Attributes in which two copies of a dataset differ, and which its code does more with than to count them."""
+    pairs = zip(parts_of(one), parts_of(other), strict=False)
+    held = [(attributes_and_defaults(part), attributes_and_defaults(of_other)) for part, of_other in pairs]
+    apart = {name for own, others in held for name, value in own.items() if _shown(value) != _shown(others.get(name))}
+    return sorted(name for name in apart if uses_of(one, name, may_be_called=True).uses)
+
+
+def _shown(value: Any) -> str:
+    return digest_of_contents([value], of_copy=True)
+
+
+def _num_batches(number: int) -> int:
+    """The batches of a pass as a history has it."""
+    return number if number >= 0 else -1 - number
