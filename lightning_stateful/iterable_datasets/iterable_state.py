@@ -45,6 +45,7 @@ _SHAPE = {
     "steps": COUNT,
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
+    "first?": {str: str},
     "set_within?": {"within": {str: str}, "ahead": [str]},
     "alike?": [str],
     "copies?": {str: str},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,6 +20,7 @@ from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, na
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
 _MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
 _MISSING = object()
@@ -38,15 +40,19 @@ class SetBetweenPasses:
         in_workers: Whether workers read copies of it, so that no pass changes it here.
         looks_at: Whether to look at a value; by default at all.
 
-    Attributes:
-        expected: Digests by attribute, as a checkpoint has them from :meth:`found`, until the first pass begins.
-        is_within: Whether these are of a pass that goes on, and not of one that is over.
+    State:
+        ``set``: by ``class.attribute``, a digest of each attribute that was set so, the same in every process;
+        ``first``: one of the first value that it was set to.
     """
 
     def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
         self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
-        self.expected: dict[str, str] = {}
-        self.is_within = False
+        # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
+        self._expected: dict[str, str] = {}
+        self._is_within = False
+        # Of that, what no hook had restored when training began; None while nobody has looked.
+        self._as_built: set[str] | None = None
+        self._first: dict[str, str] = {}
         self._built = self._held()
         # What it held when the latest pass had ended; None within a pass that may change it.
         self._left: dict[str, str] | None = None
@@ -58,21 +64,46 @@ class SetBetweenPasses:
         self._stood: dict[int, str] = {}
         self._num_read = 0
 
+    def expect(self, saved: Mapping[str, str], first: Mapping[str, str], *, is_within: bool) -> None:
+        """Compare with a checkpoint's state when the first pass begins.
+
+        Args:
+            saved: Its ``set``.
+            first: Its ``first``.
+            is_within: Whether it is of a pass that goes on, and not of one that is over.
+        """
+        self._expected, self._first, self._is_within, self._as_built = dict(saved), dict(first), is_within, None
+
+    def note_restored(self) -> None:
+        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        if self._expected and self._as_built is None:
+            present = self._digests(self._expected)
+            self._as_built = {name for name, held in self._expected.items() if present[name] != held}
+
     def note_begin(self) -> None:
         """A pass is about to begin."""
         self._begun = now = self._compare()
-        present = self._digests(self.expected)
-        lost = sorted(name for name, held in self.expected.items() if present.get(name, "") != held)
-        if not self.is_within:
-            # A hook sets something else for the next epoch.
-            lost = [name for name in lost if now.get(name) == self._built.get(name)]
+        present = self._digests(self._expected)
+        lost = sorted(name for name, held in self._expected.items() if present.get(name, "") != held)
+        if not self._is_within:
+            # A hook sets something else for the next epoch; one that goes by it hardly what it was in an earlier one.
+            first, as_built = self._first, self._as_built or set()
+            counted = {name for name in as_built if now.get(name) != self._built.get(name)}
+            lost = [name for name in lost if name not in counted and now.get(name) == self._built.get(name)]
+            lost += sorted(name for name in counted if first.get(name) == present[name])
+            if others := sorted(counted - {*lost}):
+                _log.info(
+                    f"{', '.join(others)} was as built when this run began, and was not in the run that wrote the "
+                    "checkpoint; a hook has set it since. That is exact if hooks set it by the epoch alone."
+                )
         if lost:
             _warn(
                 f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
                 "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
                 "before the first batch, as in load_state_dict of a callback."
             )
-        self.expected, self._left = {}, now if self._in_workers else None
+        self._set |= self._expected.keys()
+        self._expected, self._left = {}, now if self._in_workers else None
         self._begun_with = self._digests(self._set)
         if self._num_read < _LOOKS_AT and not self._in_workers:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
@@ -111,18 +142,19 @@ class SetBetweenPasses:
         if not self._in_workers:
             self._left = self._held()
 
-    def found(self, *, within: bool = False) -> dict[str, str]:
-        """Digests of the attributes that were set between passes, by ``class.attribute``, the same in every process.
+    def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
+        """See above; empty if nothing was set.
 
         Args:
-            within: As they were when the latest pass began; else as they are now.
+            within: What attributes were when the latest pass began; else what they are now.
         """
-        if self.expected:
-            return self.expected
-        if within:
-            return dict(self._begun_with)
-        self._compare()
-        return self._digests(self._set)
+        found = self._expected
+        if not found and within:
+            found = dict(self._begun_with)
+        elif not found:
+            self._compare()
+            found = self._digests(self._set)
+        return {"set": found, "first": {name: self._first.get(name, "") for name in found}} if found else {}
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
@@ -135,6 +167,7 @@ class SetBetweenPasses:
             changed = changed_names(left, now) - self._set
             if changed:
                 self._set |= changed
+                self._first = {**self._digests(changed), **self._first}
                 _warn(
                     f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
                     "own iteration. A resume from here on is exact only if the same is set again before its first "

@@ -15,6 +15,7 @@ from lightning_stateful.loaders.own_iteration import OwnPlan
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import kinds_found_alike
+from lightning_stateful.stream_loader.iterable_order import IterableOrder
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
@@ -332,7 +333,7 @@ class CombinedLoaders:
                 loader.order.await_length(saved[path], loader.tracker.config, of_ended)
 
     def end_awaiting(self) -> None:
-        """Training begins: hooks have set again what lengths of samplers follow from, so these are asked from now on.
+        """Training begins: hooks have restored what lengths of samplers, and iterable datasets, follow from.
 
         Raises:
             PositionError: More was trained on in the epoch than it has.
@@ -340,6 +341,8 @@ class CombinedLoaders:
         for loader in self.loaders.values():
             if isinstance(loader.order, WrappedSampler):
                 loader.order.end_awaiting()
+            elif isinstance(loader.order, IterableOrder):
+                loader.order.note_restored()
 
     def _refuse_skip(self) -> None:
         """Refuse ranges of batches that would be others of each loader.

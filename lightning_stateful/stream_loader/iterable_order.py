@@ -306,8 +306,8 @@ class IterableOrder(StreamReader):
             self._set_draws(progress.details.get("alike", ()))
         self._moves_to = progress.epoch, progress.consumed
         if self._watch is not None:
-            self._watch.expected = dict(progress.details.get("set", {}))
-            self._watch.is_within = progress.consumed > 0
+            saved, first = progress.details.get("set", {}), progress.details.get("first", {})
+            self._watch.expect(saved, first, is_within=progress.consumed > 0)
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
@@ -317,11 +317,15 @@ class IterableOrder(StreamReader):
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 
+    def note_restored(self) -> None:
+        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        if self._watch is not None:
+            self._watch.note_restored()
+
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """As of other readers, and what was set on the dataset between passes."""
         details = super().details_at(epoch, step)
-        found = {} if self._watch is None else self._watch.found(within=step > 0)
-        details |= {"set": found} if found else {}
+        details |= {} if self._watch is None else self._watch.state(within=step > 0)
         details |= {} if self._copied is None or step else self._copied.noted()
         within = {} if self._within is None else self._within.state(epoch, step)
         details |= {"set_within": within} if within else {}

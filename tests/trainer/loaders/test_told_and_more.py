@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from support.ledger import batches
-from support.runs import assert_goes_on_from_every_moment, ended, train_alone
+from support.runs import assert_goes_on_from_every_moment, ended, stopped, train_alone
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
@@ -88,7 +90,7 @@ class Reseeds(Told):
 
 
 KINDS: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (Told, Buffers, Counts, CountsAtEnd, Reseeds)}
-WORKERS = {
+WORKERS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
@@ -151,3 +153,73 @@ def test_a_generator_without_a_seed_is_warned_of(tmp_path: Path, how: str) -> No
     ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
     with pytest.warns(StatefulWarning, match="not exact"):
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+
+
+class Levels(Told):
+    """Samples that follow from attributes which hooks set."""
+
+    def __init__(self) -> None:
+        self.level, self.bad = 0, set[int]()
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if sample["id"] not in self.bad:
+                yield {**sample, "x": sample["x"] + self.level}
+
+
+class Untold(Levels):
+    """Has no ``set_epoch``."""
+
+    set_epoch = None  # type: ignore[assignment]  # none
+
+
+def by_epoch(dataset: Levels, epoch: int) -> None:
+    dataset.level = epoch + 1
+
+
+def count_on(dataset: Levels, epoch: int) -> None:
+    dataset.level += 1
+
+
+def add_bad(dataset: Levels, epoch: int) -> None:
+    dataset.bad |= {epoch, 20 + epoch}
+
+
+class Sets(pl.Callback):
+    """Calls a function at the end of each epoch."""
+
+    def __init__(self, of: Callable[[Levels, int], None]) -> None:
+        self.of = of
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        self.of(loader.dataset, trainer.current_epoch)
+
+
+IN_THE_LOG = "That is exact if hooks set it by the epoch alone"
+
+
+@pytest.mark.parametrize("kind", [Levels, Untold])
+@pytest.mark.parametrize("of", [by_epoch, count_on, add_bad])
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs by something else")
+def test_what_hooks_set_at_the_end_of_epochs_and_a_resume_does_not_is_named(
+    tmp_path: Path, kind: Any, of: Any, caplog: Any
+) -> None:
+    def make() -> Any:
+        return DataLoader(kind(), batch_size=4)
+
+    def run(*arguments: Any, callbacks: Any = (), **options: Any) -> Any:
+        return train_alone(*arguments, callbacks=[*callbacks, Sets(of)], **options)
+
+    whole = run(make, max_epochs=3)
+    last = len(batches(whole.ledger, 1)) - 1
+    stopped(tmp_path / "x.ckpt", make, epoch=1, batch=last, run=run)
+    caplog.clear()
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", logger="lightning.pytorch"):
+        warnings.simplefilter("always")
+        rest = run(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=3)
+    warned = [one for one in caught if "was set between two epochs in the run that wrote" in str(one.message)]
+    logged = [one for one in caplog.messages if IN_THE_LOG in one]
+    assert (len(warned), len(logged)) == ((1, 0) if of is count_on else (0, 1))
+    is_exact = all(rest.weights[name].equal(value) for name, value in whole.weights.items())
+    assert is_exact == (of is by_epoch)
