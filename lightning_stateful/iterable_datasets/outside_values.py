@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +13,16 @@ import numpy as np
 import torch
 
 from lightning_stateful.contents.held_state import put_back
-from lightning_stateful.generators.attributes import PLAIN, can_be_read, is_users, names_in, reached, variables_in
+from lightning_stateful.generators.attributes import (
+    PLAIN,
+    can_be_read,
+    codes_in,
+    defaults_of,
+    is_users,
+    names_in,
+    reached,
+    variables_in,
+)
 from lightning_stateful.generators.rng import GENERATORS, get_generator_state, state_of_generator
 from lightning_stateful.sampler_copies.sampler_copy import shown
 from lightning_stateful.samplers.fingerprint import hex_digest
@@ -22,6 +32,8 @@ _Variable: TypeAlias = tuple[Any, str]
 _NOTHING = object()
 # Longer containers and larger arrays are data.
 _MOST_ITEMS, _MOST_BYTES = 2**16, 2**20
+# Names by which code reads the environment.
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _BASES: tuple[Any, ...] = (list, dict, set, deque, bytearray)
 
 
@@ -41,6 +53,9 @@ class OutsideValues:
     def __init__(self, dataset: Any) -> None:
         self._variables: dict[str, tuple[_Variable, Any]] = {}
         self._contents: dict[int, tuple[str, Any, Any]] = {}
+        # Containers that are default arguments, and names of variables of the environment.
+        self._defaults: dict[str, tuple[FunctionType, Any]] = {}
+        self._environment: set[str] = set()
         # The dataset itself is left out, and not held: a history of its passes ends with it.
         self._kinds: set[type] = set()
         self._left_out = id(dataset)
@@ -61,7 +76,7 @@ class OutsideValues:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process has variables of its own, and modules cannot be pickled.
-        return {**vars(self), "_kinds": set(), "_variables": {}, "_contents": {}}
+        return {**vars(self), "_kinds": set(), "_variables": {}, "_contents": {}, "_defaults": {}}
 
     def _note_variables(self, function: FunctionType) -> None:
         """Note the variables around a function, and those that it names of its module and of others of the user's."""
@@ -72,6 +87,7 @@ class OutsideValues:
             self._note_contents(f"{name}.{number}", value)
         if not is_users(function.__module__):
             return
+        self._note_given(function)
         names, held = names_in(function.__code__), function.__globals__
         modules = [held.get(one) for one in names]
         for module in (one for one in modules if isinstance(one, ModuleType) and is_users(one.__name__)):
@@ -79,6 +95,15 @@ class OutsideValues:
                 self._note_variable(f"{module.__name__}.{variable}", (vars(module), variable))
         for variable in sorted(variables_in(function.__code__)):
             self._note_variable(f"{function.__module__}.{variable}", (held, variable))
+
+    def _note_given(self, function: FunctionType) -> None:
+        """Note what a function has without naming a variable: default arguments, and the environment."""
+        for name, value in defaults_of(function).items():
+            if isinstance(value, (*_BASES, np.ndarray, torch.Tensor)):
+                self._defaults[f"{function.__qualname__}.{name}"] = function, value
+        if not _OF_ENVIRONMENT.isdisjoint(names_in(function.__code__)):
+            constants = (one for code in codes_in(function.__code__) for one in code.co_consts)
+            self._environment |= {one for one in constants if isinstance(one, str) and one.isidentifier()}
 
     def _note_class(self, kind: type) -> None:
         is_new = kind not in self._kinds
@@ -107,9 +132,11 @@ class OutsideValues:
                 self._contents[id(value)] = name, value, copied
 
     def variables(self) -> dict[str, tuple[Any, Any]]:
-        """The variables as they are now, by name: a cell, class, or dict of a module, and the value in it."""
+        """The variables as they are now, by name: a cell, class, function, or dict of a module, and the value in it."""
         now = {name: (at[0], _read(at)) for name, (at, _) in self._variables.items()}
-        return {name: found for name, found in now.items() if found[1] is not _NOTHING}
+        found = {name: one for name, one in now.items() if one[1] is not _NOTHING}
+        of_environment = {f"os.environ[{name!r}]": (os, os.environ.get(name, "")) for name in sorted(self._environment)}
+        return {**found, **self._defaults, **of_environment}
 
     def restore(self) -> None:
         """Put everything back as it was."""

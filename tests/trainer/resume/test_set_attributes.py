@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -415,3 +416,49 @@ def test_nothing_is_said_of_a_number_that_is_an_equal_one(tmp_path: Path, before
 
     fit(max_steps=3).save_checkpoint(tmp_path / "middle.ckpt")
     fit(ckpt_path=tmp_path / "middle.ckpt")
+
+
+def boxed(box: list[int] = [0]) -> int:  # noqa: B006  # as people keep a value
+    return box[0]
+
+
+class Outside(Dataset[torch.Tensor]):
+    """Samples that follow from the environment, or from a default argument."""
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        level = int(os.environ.get("OUTSIDE_LEVEL", "0")) if self.of == "environment" else boxed()
+        return torch.full((32,), index + 1000.0 * level)
+
+
+@pytest.mark.parametrize(
+    ("of", "named"),
+    [("environment", "os.environ['OUTSIDE_LEVEL'] was '5' and is ''"), ("default", "boxed.box was [5] and is [0]")],
+)
+def test_the_environment_and_default_arguments_that_a_hook_sets_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, named: str
+) -> None:
+    def raise_level(dataset: Any, level: int) -> None:
+        if of == "environment":
+            os.environ["OUTSIDE_LEVEL"] = str(level)
+        else:
+            boxed.__defaults__[0][0] = level  # type: ignore[index]  # it has one
+
+    def fit(*, resumed: bool) -> list[list[float]]:
+        monkeypatch.setitem(os.environ, "OUTSIDE_LEVEL", "")
+        os.environ.pop("OUTSIDE_LEVEL")
+        monkeypatch.setattr(boxed, "__defaults__", ([0],))
+        callback = Sets(Outside(of), raise_level, tmp_path / "middle.ckpt")
+        trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
+        loader = DataLoader(callback.dataset, batch_size=2, shuffle=True)
+        trainer.fit(BoringModel(), loader, ckpt_path=callback.path if resumed else None)
+        return callback.trained
+
+    whole = fit(resumed=False)
+    with pytest.warns(StatefulWarning, match=re.escape(named)):
+        assert fit(resumed=True) != whole[BATCHES + 4 :]
