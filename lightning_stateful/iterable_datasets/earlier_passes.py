@@ -7,6 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.generators.attributes import attributes_and_defaults
 from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
@@ -18,12 +21,15 @@ from lightning_stateful.iterable_datasets.pass_history import (
     digest_of_sample,
 )
 from lightning_stateful.iterable_datasets.rank_draws import GOES_ON, KEEPS, keeps_what_it_draws
-from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents, digest_of_generators
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
+from lightning_stateful.samplers.fingerprint import is_mapped
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
 _FEW, _SOME_MORE = 1, 3
 # Seconds for which a copy of a dataset that is told the epoch is read.
 _PATIENCE = 20.0
+# Bytes of arrays and tensors in a dataset up to which it is copied.
+_MOST_BYTES = 2**31
 NOT_TRIED = (
     "is told the epoch, and changes something in its passes as well. Whether that decides later passes could not be "
     "tried on a copy of it, {}, and its earlier passes are not begun again: the resume may not be exact. Let the order "
@@ -109,7 +115,7 @@ class EarlierPasses:
         if not outside.can_be_restored:
             return []
         try:
-            copies = [copy.deepcopy(self._dataset), copy.deepcopy(self._dataset)]
+            copies = [copied_with_shared_data(self._dataset) for _ in range(2)]
             return [(self._reader.reading(one), one) for one in copies]
         except Exception:
             return []
@@ -161,6 +167,24 @@ class EarlierPasses:
         is_alike = is_alike and not _used_apart(fresh, used)
         outside.restore()
         return is_alike and not is_late, f"which took more than {_PATIENCE:.0f} s" if is_alike and is_late else ""
+
+
+def copied_with_shared_data(dataset: Any) -> Any:
+    """A deep copy of a dataset, which shares arrays with it that are read-only or mapped from a file.
+
+    Raises:
+        MemoryError: Other arrays and tensors in it are larger than a copy may be.
+    """
+    held = [value for part in parts_of(dataset) for value in SamplerParts(part).found]
+    arrays = {id(value): value for value in held if isinstance(value, (np.ndarray, torch.Tensor))}
+    shared = {
+        key: value
+        for key, value in arrays.items()
+        if isinstance(value, np.ndarray) and (is_mapped(value) or not value.flags.writeable)
+    }
+    if sum(value.nbytes for key, value in arrays.items() if key not in shared) > _MOST_BYTES:
+        raise MemoryError
+    return copy.deepcopy(dataset, shared)
 
 
 def _firsts(reader: Reader, epoch: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.runs import assert_goes_on_from_every_moment, ended, stopped, train
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 
 NUMBERS = 43
 READ_AGAIN = pytest.mark.filterwarnings("ignore:.*samples of .* were read again")
@@ -223,3 +225,44 @@ def test_what_hooks_set_at_the_end_of_epochs_and_a_resume_does_not_is_named(
     assert (len(warned), len(logged)) == ((1, 0) if of is count_on else (0, 1))
     is_exact = all(rest.weights[name].equal(value) for name, value in whole.weights.items())
     assert is_exact == (of is by_epoch)
+
+
+class Mapped(Counts):
+    """Reads from a file that is mapped into memory."""
+
+    kept: Any = None
+
+    def __init__(self, path: Path) -> None:
+        self.numbers = np.memmap(path, dtype=np.int64, mode="r")
+
+    def order(self) -> list[int]:
+        return [int(self.numbers[place]) for place in super().order()]
+
+
+@READ_AGAIN
+def test_a_copy_of_a_dataset_leaves_a_mapped_file_where_it_is(tmp_path: Path) -> None:
+    np.arange(NUMBERS).tofile(tmp_path / "numbers.bin")
+    dataset = Mapped(tmp_path / "numbers.bin")
+    dataset.kept = np.zeros(3)
+    copied = copied_with_shared_data(dataset)
+    assert copied.numbers is dataset.numbers
+    assert copied.kept is not dataset.kept
+
+    def make() -> Any:
+        return DataLoader(Mapped(tmp_path / "numbers.bin"), batch_size=4)
+
+    moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 3)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=2)
+
+
+def test_a_dataset_that_cannot_be_copied_is_warned_of(tmp_path: Path) -> None:
+    class Locked(Counts):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    def make() -> Any:
+        return DataLoader(Locked(), batch_size=4)
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
+    with pytest.warns(StatefulWarning, match="could not be tried on a copy of it, which cannot be made"):
+        train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
