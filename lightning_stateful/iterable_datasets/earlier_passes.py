@@ -15,11 +15,7 @@ from lightning_stateful.generators.attributes import attributes_and_defaults
 from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
-from lightning_stateful.iterable_datasets.pass_history import (
-    NUM_FIRST,
-    PassHistory,
-    digest_of_sample,
-)
+from lightning_stateful.iterable_datasets.pass_history import NUM_FIRST, PassHistory, digest_of_sample
 from lightning_stateful.iterable_datasets.rank_draws import GOES_ON, KEEPS, keeps_what_it_draws
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
 from lightning_stateful.samplers.fingerprint import is_mapped
@@ -40,8 +36,6 @@ NOT_TRIED = (
 
 class Reader(Protocol):
     """What reads passes over a dataset: an :class:`~.iterables.IterableSlot`."""
-
-    epoch: int
 
     def begin_pass(self, epoch: int) -> None:
         """Begin a pass."""
@@ -82,10 +76,13 @@ class EarlierPasses:
         passes, history = self._state["passes"], self._history
         outside = history.compare_outside(self._dataset, self._state["outside"])
         if len(passes) > len(history) and is_told(self._dataset):
-            follows, why = self._follows_epoch(passes[len(history) :])
+            try:
+                follows, why = self._follows_epoch(passes[len(history) :])
+            except Exception as error:
+                follows, why = False, f"which raised {type(error).__name__}: {error}"
             if follows or why:
                 history += passes[len(history) :]
-                return [NOT_TRIED.format(why)] if why else []
+                return [NOT_TRIED.format(why)] if why and self._config.is_checked else []
         is_there, changed = history.attributes.compare(self._dataset, self._state)
         history += passes[len(history) :] if is_there else []
         return [*filter(None, (changed, outside)), *self._begin(passes[len(history) :])]

@@ -18,7 +18,7 @@ import torch
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.errors import Remark, some_of
-from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users
+from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users, names_in
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import names_told, parts_of
 from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
@@ -76,8 +76,11 @@ class KeptGenerators:
 def _names_set_anew(dataset: Any) -> set[str]:
     """The names of a dataset's random generators that each pass sets before it draws from them."""
     names = {name for name, value in attributes_of(dataset).items() if isinstance(value, GENERATORS)}
+    kinds = [kind for kind in type(dataset).__mro__ if is_users(kind.__module__)] if names else []
+    methods = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
+    named = names & {name for method in methods for name in names_in(method.__code__)}
     told = names_told(dataset) or frozenset()
-    return {name for name in names if name in told or not uses_of(dataset, name, may_be_called=True).uses}
+    return {name for name in named if name in told or not uses_of(dataset, name, may_be_called=True).uses}
 
 
 class KeptValues:

@@ -266,3 +266,24 @@ def test_a_dataset_that_cannot_be_copied_is_warned_of(tmp_path: Path) -> None:
     ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
     with pytest.warns(StatefulWarning, match="could not be tried on a copy of it, which cannot be made"):
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+    train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2, settings={"accept": ("nondeterministic",)})
+
+
+def test_a_copy_that_cannot_be_read_is_warned_of(tmp_path: Path) -> None:
+    class Alone(Counts):
+        """Can be read as it was made, and no copy of it."""
+
+        def __init__(self) -> None:
+            self.made = id(self)
+
+        def order(self) -> list[int]:
+            if id(self) != self.made:
+                raise RuntimeError("it is in use")
+            return super().order()
+
+    def make() -> Any:
+        return DataLoader(Alone(), batch_size=4)
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
+    with pytest.warns(StatefulWarning, match="on a copy of it, which raised RuntimeError: it is in use"):
+        train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
