@@ -169,7 +169,8 @@ class PassHistory(list[int]):
             self.attributes.note(dataset, is_end=is_end)
             now = {} if outside is None else outside.digests()
             self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
-        if not self.changes and (is_first or is_end):
+        # Behind a state of its iterator, with which a resume goes on, there is no first batch.
+        if not self.changes and (is_first or is_end or not self._contents):
             counted = {} if outside is None else outside.digests(of_generators=False)
             contents, before = digest([digest_of_dataset(dataset), *counted.values()]), self._contents
             before = "" if is_first else before

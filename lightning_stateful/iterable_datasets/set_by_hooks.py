@@ -103,7 +103,8 @@ class SetBetweenPasses:
                 "before the first batch, as in load_state_dict of a callback."
             )
         self._set |= self._expected.keys()
-        self._expected, self._left = {}, now if self._in_workers else None
+        self._expected, self._as_built = {}, None
+        self._left = now if self._in_workers else None
         self._begun_with = self._digests(self._set)
         if self._num_read < _LOOKS_AT and not self._in_workers:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
