@@ -20,7 +20,7 @@ from lightning_stateful.stream_nodes.own_state import has_state
 _FEW = range(2**20)
 _OWN = Either(None, {"dataset": object, "iterator": object})
 _OF_PASS = {"state": _OWN, "since": COUNT, "first": Either(None, str), "over": bool, "left_out": COUNT}
-_OF_PASS["generators?"] = str
+_OF_PASS |= {"generators?": str, "kept?": {str: str}}
 _SLOT = {
     **_OF_PASS,
     "batches": COUNT,
@@ -34,7 +34,7 @@ _SLOT = {
     "built?": {str: str},
     "begun?": {str: str},
     "left?": {str: str},
-    "kept?": {str: str},
+    "lasting?": [str],
     "samples": Either(None, (str, str, str, bool)),
     "ended": Either(None, {**_OF_PASS, "since": _FEW, "number": COUNT, "more": _FEW}),
 }
@@ -157,6 +157,8 @@ class IterableState:
         if has_state(self.config.dataset):
             names = ("state", "since", "first", "over", "left_out", "generators")
             ended = {name: slot[name] for name in names if name in slot}
+            if kept := {name: slot["kept"][name] for name in slot.get("lasting", ()) if name in slot["kept"]}:
+                ended["kept"] = kept
             more = {"number": slot["batches"] - slot["since"], "more": batches - slot["batches"]}
             return {**fresh, "ended": {**ended, **more}}
         if self.config.counts_passes:

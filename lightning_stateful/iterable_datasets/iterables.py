@@ -250,7 +250,8 @@ class IterableSlot:
 
     def _set_iterator(self, iterator: Any) -> None:
         self._samples, self._iterator, self._is_exhausted = iterator, iterator, False
-        self._kept = KeptValues(self._dataset, iterator, stays=self._config.stays, is_checked=self._config.is_checked)
+        how = {"stays": self._config.stays, "is_checked": self._config.is_checked}
+        self._kept = KeptValues(self._dataset, iterator, self._history, **how)
 
     def _bring(self, held: NodeState) -> None:
         """Bring the dataset to where the pass begins, or to the state in it."""
@@ -288,17 +289,24 @@ class IterableSlot:
             )
         self.read_samples(ended["left_out"])
         many = number + since + ended["more"]
+        self._history.lasting |= ended.get("kept", {}).keys()
         self._history[self._number] = -1 - many if ended["over"] else many
         # From a state at its end some begin anew at once, and others once they have found nothing.
         if self._is_exhausted or not ended["over"] or not is_same:
-            self.close()
+            self._leave(ended, is_same)
             return
         # It is the first sample of the pass, and draws as such.
         self._seed(self.epoch, 0)
         if found := self.read_samples(1):
             self._found, self._drawn = found, Randomness.now()
         else:
-            self.close()
+            self._leave(ended, is_same)
+
+    def _leave(self, ended: NodeState, is_same: bool) -> None:
+        """Let go of the pass before; if it has come to its end, say what the dataset does not hold as it did then."""
+        if is_same and ended["over"] and self._is_exhausted:
+            self.said += self._kept.said(ended, self._name())
+        self.close()
 
     def _read_again(self, held: NodeState) -> None:
         """Read, and leave out, what was given since the state, or the beginning of the pass."""
@@ -336,7 +344,7 @@ class IterableSlot:
         if not is_same:
             cost = INEXACT if epoch == self.epoch else PERHAPS
             self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {cost}")
-        elif not held.get("more"):
+        elif not held.get("more") and not held["over"]:
             self.said += self._kept.said(held, self._name())
         return is_same
 

@@ -21,6 +21,7 @@ from lightning_stateful.errors import Remark, some_of
 from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users, names_in
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import names_told, parts_of
+from lightning_stateful.iterable_datasets.pass_history import PassHistory
 from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.stream_nodes.own_state import has_state
 
@@ -89,7 +90,8 @@ class KeptValues:
     These are random generators in attributes of the dataset, and in local variables of its iterator; and numbers,
     strings, lists, sets, counts by key and small arrays in either that change while the pass is read. A ``state_dict``
     that leaves one of them out leads to the right samples at first. Later the generator draws the order of another
-    block, or a sample is not left out that has come already.
+    block, or a sample is not left out that has come already. Values that are others as a later pass begins, such as a
+    count of passes, are kept at its end as well.
 
     Attributes are those of objects of the user's classes, which these or local variables hold in turn. Local variables
     are those of generator functions, and of such that these read from, also by way of iterators such as ``map``.
@@ -97,11 +99,13 @@ class KeptValues:
     Args:
         dataset: The dataset.
         iterator: Its iterator.
+        history: The passes over it in this process.
         stays: Whether the same object is read in later passes.
         is_checked: Whether anything is looked at.
     """
 
-    def __init__(self, dataset: Any, iterator: Any, *, stays: bool, is_checked: bool) -> None:
+    def __init__(self, dataset: Any, iterator: Any, history: PassHistory, *, stays: bool, is_checked: bool) -> None:
+        self._history = history
         parts = parts_of(dataset) if is_checked and has_state(dataset) else []
         self._parts = [part for part in parts if is_users(type(part).__module__)]
         self._iterator = iterator if is_checked else None
@@ -122,10 +126,24 @@ class KeptValues:
         held = [*self._held()]
         found = _values(held)
         self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
-        self._changed |= before.get("kept", {}).keys()
+        lasting = self._lasting(found, before)
+        self._changed |= before.get("kept", {}).keys() | lasting
         drawn = {**_drawn(held), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
         changed = {name: value for name, value in found.items() if name in self._changed}
-        return {**self._generators.noted(), "kept": {**drawn, **changed}}
+        kept = {**self._generators.noted(), "kept": {**drawn, **changed}}
+        return {**kept, "lasting": sorted(lasting)} if lasting else kept
+
+    def _lasting(self, found: Mapping[str, str], before: Mapping[str, Any]) -> set[str]:
+        """The names of attributes that were others behind the first batch of a pass than behind an earlier one's."""
+        firsts, lasting = self._history.firsts, self._history.lasting
+        lasting |= {*before.get("lasting", ())}
+        if not before["batches"]:
+            of_parts = tuple(f"{type(part).__qualname__}." for part in self._parts)
+            own = {name: value for name, value in found.items() if name.startswith(of_parts)}
+            # One that is missing at first is that of the class.
+            lasting |= {name for name, value in own.items() if firsts and firsts.get(name) != value}
+            self._history.firsts = {**own, **firsts}
+        return lasting & found.keys()
 
     def said(self, noted: Mapping[str, Any], name: str) -> list[str]:
         """Texts on what is another than noted.

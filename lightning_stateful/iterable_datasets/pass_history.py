@@ -59,6 +59,8 @@ class PassHistory(list[int]):
         outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
         moved: Digests of those that passes have changed, by name, from before the first pass.
         attributes: What passes change in the dataset's own attributes.
+        firsts: Of a dataset with a state, texts of attributes behind the first batch of the first pass.
+        lasting: The names of those that were others behind the first batch of a later one.
     """
 
     changes = draws = begins = is_behind = False
@@ -71,6 +73,8 @@ class PassHistory(list[int]):
         self._num_alike = 0
         self.moved: dict[str, str] = {}
         self.attributes = ChangedAttributes()
+        self.firsts: dict[str, str] = {}
+        self.lasting: set[str] = set()
         self._began: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators; and both before it.
         self._contents = self._drawn = self._told = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.ledger import batches
 from support.runs import ended, train_alone
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -225,3 +227,55 @@ def test_of_one_that_leaves_nothing_out_nothing_is_said(tmp_path: Path, caplog: 
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=1)
     assert not [one for one in caplog.messages if "does not hold" in one]
+
+
+class Ends(Positioned):
+    """Shuffles by a generator that its state has, and seeds it anew behind its last sample; counts its passes."""
+
+    passes = 0
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def stage(self) -> Iterator[int]:
+        first, self.loaded = self.loaded, 0
+        for self.at in range(first, NUMBERS):
+            yield self.generator.randrange(1000)
+        self.passes += 1
+        self.at, self.generator = -1, random.Random(self.passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "passes": self.passes, "generator": self.generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.passes = state["passes"]
+        self.generator.setstate(state["generator"])
+
+
+class Forgets(Ends):
+    """Its state has no count of passes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "passes": 0}
+
+
+@pytest.mark.parametrize("kind", [Ends, Forgets])
+@pytest.mark.parametrize("stop", [{"max_epochs": 1}, {"max_steps": 26}, {"max_epochs": 2}], ids=str)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_later_passes_follow_from_is_compared_at_the_end_of_one_and_within_a_later_one(
+    tmp_path: Path, kind: Any, stop: dict[str, int], num_workers: int, caplog: Any
+) -> None:
+    def make() -> Any:
+        return DataLoader(kind(), batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0)
+
+    whole = train_alone(make, max_epochs=3)
+    before = ended(tmp_path / "x.ckpt", make, run=train_alone, **stop)
+    with caplog.at_level("INFO", logger="lightning.pytorch"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=3)
+    said = [one for one in caplog.messages if "before the stop in Forgets.passes" in one]
+    said += [str(one.message) for one in caught if "a random generator that does not stand" in str(one.message)]
+    is_exact = batches(before.ledger + after.ledger) == batches(whole.ledger)
+    # At the end of the first pass it is 0 as without the stop.
+    assert (is_exact, len(said)) == ((True, 0) if kind is Ends or stop == {"max_epochs": 1} else (False, 1))
