@@ -129,6 +129,7 @@ INTERNALS = {
     "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due, and count batches that steps fetch",
     "fit_loop.epoch_loop.max_steps": "to finish an epoch whose last step is taken",
     "fit_loop.epoch_loop.on_advance_end": "to let signals wait for the end of a batch",
+    "fit_loop.epoch_loop.on_run_start": "to read the first batch of a resumed epoch behind the hooks of its start",
     "fit_loop.epoch_loop.reset": "to prepare a resumed epoch before its first batch",
     "fit_loop.epoch_loop.val_loop._combined_loader": "to know whether validation loaders are built",
     "fit_loop.epoch_loop.val_loop._has_run": "to run a validation that is due",

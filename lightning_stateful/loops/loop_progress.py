@@ -28,6 +28,8 @@ _AFTER_VALIDATION = ("on_validation_end", "on_validation_model_train")
 STEPPED_IN = "_stepped_in"
 # Too: where an epoch was cut, and whether the run had been told to stop before the hooks of its end; see cut_epochs.py.
 CUT_AT = "_cut_at"
+# Stands for a batch that is not read yet, see read_later().
+LATER = object()
 
 
 class BatchBegun(NamedTuple):
@@ -172,6 +174,26 @@ def call_before_epochs(trainer: pl.Trainer, call: Callable[[], None]) -> None:
     epoch_loop._before_epoch = [*vars(epoch_loop).get("_before_epoch", ()), call]
 
 
+def read_later(trainer: pl.Trainer, progress: LoopProgress) -> object | None:
+    """Have the loop read the first batch of an epoch behind the hooks of its start, and not when it is set up.
+
+    Without the stop Lightning does so too, but for a run's first epoch. On a resume it fetches the first batch of
+    loaders without length before any hook is called, and is to get what is returned, :data:`LATER`. Where loaders are
+    built anew for that epoch, Lightning fetches it early without the stop too, and None is returned.
+    """
+    if is_rebuilt_next(trainer, progress):
+        return None
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+
+    def on_run_start(fetcher: Any) -> None:
+        vars(epoch_loop).pop("on_run_start", None)
+        epoch_loop.on_run_start(fetcher)
+        iter(fetcher)
+
+    epoch_loop.on_run_start = on_run_start
+    return LATER
+
+
 def warn_of_draws_before_seeding(trainer: pl.Trainer) -> None:
     """Warn, in a trainer whose lengths are followed, if hooks have drawn since the data of this epoch were set up.
 
@@ -200,6 +222,7 @@ def end_following(trainer: pl.Trainer) -> None:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     epoch_loop._before_epoch = []
     vars(epoch_loop).pop("_before_hooks", None)
+    vars(epoch_loop).pop("on_run_start", None)
 
 
 def _set_up_epoch(trainer: pl.Trainer) -> None:

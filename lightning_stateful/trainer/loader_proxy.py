@@ -44,6 +44,7 @@ from lightning_stateful.loops.lightning import (
     _worker_check,
     pl,
 )
+from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.told_samplers import ToldSamplers
 
@@ -52,7 +53,6 @@ Request = Callable[[], Any]
 # Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
 # shuffles.
 _RECORDS = "__pl_saved_"
-
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
 
@@ -313,7 +313,7 @@ class LoaderProxy:
         starts_early: Tells whether workers are started when a pass is begun, and not by the first ``next()``.
         note: Called with the plan, the step and the batch before a batch is handed over.
         aside: Called with an iterator of the proxy. Returns where it begins if something else than the loop has made
-            it, as a hook that looks at a batch, or None.
+            it, as a hook that looks at a batch; :data:`LATER` if the loop reads again before it trains; or None.
 
     Attributes:
         loader: The loader.
@@ -344,7 +344,7 @@ class LoaderProxy:
         at_end: Callable[[], None] | None = None,
         starts_early: Callable[[], bool] = bool,
         note: Callable[[EpochPlan, int, Any], None] | None = None,
-        aside: Callable[[Any], tuple[EpochPlan, int] | None] | None = None,
+        aside: Callable[[Any], Any] | None = None,
     ) -> None:
         self.loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
         self.original = loader if original is None else getattr(original, "original", original)
@@ -399,7 +399,7 @@ class LoaderProxy:
         self._end_filter()
         if begun is None and self._aside is not None and (beside := self._aside(made())) is not None:
             # Nothing of it is trained on, and so nothing is counted.
-            yield from self.loader.batches(*beside, isolated=True)
+            yield from [LATER] if beside is LATER else self.loader.batches(*beside, isolated=True)
             return
         asked = time.perf_counter()
         # Neither could be pickled with the trainer.

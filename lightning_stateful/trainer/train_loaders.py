@@ -203,9 +203,8 @@ class TrainLoaders:
     ) -> tuple[TrainLoaders, LoopProgress]:
         """Build the loaders where a run goes on, and discard what Lightning has built before; the loops ask again.
 
-        Lightning builds loaders before it restores a checkpoint wherever ``trainer.estimated_stepping_batches`` is
-        asked for in ``setup``, ``configure_model`` or, under strategies that restore late, in ``configure_optimizers``,
-        and would train on them.
+        Lightning builds them before it restores a checkpoint where ``trainer.estimated_stepping_batches`` is asked for
+        in ``setup``, ``configure_model`` or, if a strategy restores late, ``configure_optimizers``, to train on them.
 
         Args:
             trainer: The trainer.
@@ -449,11 +448,12 @@ class TrainLoaders:
         plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
-    def _aside(self, path: str, iterator: Any) -> tuple[EpochPlan, int] | None:
+    def _aside(self, path: str, iterator: Any) -> Any:
         loader, (epoch, step) = self.combined.loaders[path], self._next_step()
         again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
         if is_iterated_by_loop(self._trainer, iterator):
-            return None
+            early = None if self._training_began or not epoch > 0 == step else self._resumed_at
+            return None if early is None else loop_progress.read_later(self._trainer, early)
         if not (step or again):
             if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
                 # That hook looks again on a resume.

@@ -14,6 +14,7 @@ import torch.distributed
 
 from support.ledger import batches, samples, trained
 from support.runs import Moment, Outcome, SaveAt, assert_stitches, callback_of, ended, train
+from support.stream_cases import position_in
 
 # What a run did, and what it had done when it was saved; None of the last of a chain.
 Link = tuple[dict[str, Any], Any]
@@ -83,8 +84,9 @@ def assert_chain(parts: list[Link], served_again: int | None = None) -> None:
     for (_, before), (after, _) in itertools.pairwise(parts):
         assert before is not None, "the moment was never reached"
         assert_stitches([before, after["ledger"]], whole["ledger"], served_again)
-        for name in ("weights", "end", "state", "report"):
+        for name in ("weights", "end", "report"):
             assert after[name] == whole[name], name
+        assert position_in(after["state"]) == position_in(whole["state"])
         for name in ("sources", "padding"):
             assert after[name] == whole[name][len(whole[name]) - len(after[name]) :], name
 

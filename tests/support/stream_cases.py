@@ -273,7 +273,9 @@ def saved(loader: Any) -> Any:
 def position_in(state: Any) -> Any:
     """A state without what a resume only names in the log, of which each run knows what it has seen change."""
     if isinstance(state, dict):
-        return {name: position_in(value) for name, value in state.items() if name not in ("kept", "lasting", "checksum")}
+        return {
+            name: position_in(value) for name, value in state.items() if name not in ("kept", "lasting", "checksum")
+        }
     return [position_in(value) for value in state] if isinstance(state, list) else state
 
 

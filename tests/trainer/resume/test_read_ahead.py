@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from support.runs import quiet_trainer, seeded
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -91,3 +91,74 @@ def test_from_an_epochs_end_and_with_a_length_nothing_is_said(tmp_path: Path) ->
         _, stopped = run(sampler(), by="hook", max_steps=steps)
         stopped.save_checkpoint(tmp_path / "x.ckpt")
         assert run(sampler(), tmp_path / "x.ckpt", by="hook")[0] == whole[steps:]
+
+
+class ByEpoch(IterableDataset[torch.Tensor]):
+    """Samples that follow from an attribute, which a hook sets as an epoch starts."""
+
+    level = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(24):
+            yield torch.full((32,), (self.level + index) / 100)
+
+
+class SetsAtStart(pl.Callback):
+    """Sets the attribute, and notes what was trained on."""
+
+    def __init__(self, dataset: ByEpoch) -> None:
+        self.dataset = dataset
+        self.trained: list[list[float]] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.dataset.level = trainer.current_epoch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: torch.Tensor, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs by something else")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("first", [True, False], ids=["ours first", "ours last"])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("seed_model", [True, False])
+def test_the_first_batch_of_an_epoch_that_is_resumed_at_its_beginning_is_read_behind_the_hooks_of_its_start(
+    tmp_path: Path, num_workers: int, first: bool, epochs: int, seed_model: bool
+) -> None:
+    def fit(ckpt_path: Path | None = None, max_epochs: int = 4) -> tuple[list[list[float]], dict[str, Any], Any]:
+        sets = SetsAtStart(ByEpoch())
+        ours = StatefulDataCallback(seed=0, seed_model=seed_model)
+        callbacks = [ours, sets] if first else [sets, ours]
+        trainer = quiet_trainer(*callbacks, max_epochs=max_epochs, limit_val_batches=0)
+        model = seeded(BoringModel)
+        trainer.fit(model, DataLoader(sets.dataset, batch_size=4, num_workers=num_workers), ckpt_path=ckpt_path)
+        return sets.trained, model.state_dict(), trainer
+
+    whole, weights, _ = fit()
+    before, _, stopped = fit(max_epochs=epochs)
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    after, resumed, _ = fit(tmp_path / "x.ckpt")
+    assert before + after == whole
+    assert all(resumed[name].equal(value) for name, value in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs", "ignore:.*is read by two iterations")
+def test_a_hook_that_looks_at_a_batch_before_training_gets_one(tmp_path: Path) -> None:
+    class Looks(SetsAtStart):
+        seen: Any = None
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            loader: Any = trainer.train_dataloader
+            self.seen = next(iter(loader))
+
+    def fit(path: Path | None = None, max_epochs: int = 2) -> tuple[Looks, Any]:
+        looks = Looks(ByEpoch())
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), looks, max_epochs=max_epochs, limit_val_batches=0)
+        trainer.fit(BoringModel(), DataLoader(looks.dataset, batch_size=4), ckpt_path=path)
+        return looks, trainer
+
+    _, stopped = fit(max_epochs=1)
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    looks, _ = fit(tmp_path / "x.ckpt")
+    assert looks.seen[:, 0].allclose(torch.arange(4) / 100)
+    assert len(looks.trained) == 6
