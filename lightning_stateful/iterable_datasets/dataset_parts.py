@@ -10,7 +10,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from lightning_stateful.generators.attributes import attributes_and_defaults, closure_of, is_users, names_in
+from lightning_stateful.generators.attributes import (
+    LIGHTNINGS,
+    attributes_and_defaults,
+    closure_of,
+    is_users,
+    names_in,
+    package_of,
+)
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 
@@ -46,7 +53,9 @@ def digest_of_dataset(dataset: Any) -> str:
 
 
 def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True) -> Iterator[tuple[str, Any]]:
-    """The attributes of a dataset and of the datasets in it, by ``class.attribute``, but for what ``set_epoch`` sets.
+    """The attributes of a dataset and of the datasets in it, by ``class.attribute``.
+
+    Left out are what ``set_epoch`` sets, and Lightning's objects, such as a Trainer.
 
     Args:
         dataset: The dataset.
@@ -56,8 +65,9 @@ def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: T
         told = names_told(part)
         if told is None or not looks_at(part):
             continue
-        held = attributes_and_defaults(part)
-        yield from ((f"{type(part).__qualname__}.{name}", value) for name, value in held.items() if name not in told)
+        for name, value in attributes_and_defaults(part).items():
+            if name not in told and LIGHTNINGS.isdisjoint(map(package_of, type(value).__mro__)):
+                yield f"{type(part).__qualname__}.{name}", value
 
 
 def names_told(part: Any) -> frozenset[str] | None:

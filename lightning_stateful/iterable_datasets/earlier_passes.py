@@ -12,7 +12,7 @@ import torch
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.generators.attributes import attributes_and_defaults
-from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import NUM_FIRST, PassHistory, digest_of_sample
@@ -124,16 +124,18 @@ class EarlierPasses:
             most: Batches that a copy reads where the end of a pass changes the dataset.
         """
         outside, epoch, firsts = OutsideValues(self._dataset), len(self._history), list[list[str]]()
-        for (reader, copied), number in zip(self._copies(outside), (_FEW, _SOME_MORE), strict=False):
+        copies = self._copies(outside)
+        for (reader, _), number in zip(copies, (_FEW, _SOME_MORE), strict=False):
             reader.begin_pass(epoch)
             reader.read_samples(number)
             many = most if number == _SOME_MORE and self._history.changes else 0
             all(reader.read_batch(epoch, 0) for _ in range(many))
             firsts.append(_firsts(reader, epoch + 1))
-            # A part of it that comes later may have changed.
-            firsts[-1] += [digest_of_dataset(copied)] if self._history.changes else []
             outside.restore()
-        return len(firsts) == 2 and firsts[0] == firsts[1]
+        if not copies or firsts[0] != firsts[1]:
+            return False
+        # A part of it that comes later may have changed.
+        return not (self._history.changes and _used_apart(*(copied for _, copied in copies)))
 
     def _follows_epoch(self, passes: list[int]) -> tuple[bool, str]:
         """Whether the epoch that it is told decides how the pass begins that is resumed, and not the one before.

@@ -174,11 +174,13 @@ class PassHistory(list[int]):
             now = {} if outside is None else outside.digests()
             self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
         # Behind a state of its iterator, with which a resume goes on, there is no first batch.
-        if not self.changes and (is_first or is_end or not self._contents):
+        # Of one that a limit cuts nobody sees the end.
+        if not self.changes and (is_first or is_end or is_early or not self._contents):
             counted = {} if outside is None else outside.digests(of_generators=False)
             contents, before = digest([digest_of_dataset(dataset), *counted.values()]), self._contents
             before = "" if is_first else before
-            self.changes, self._contents = is_end and contents != before, before or contents
+            is_changed = contents != before if before else is_end
+            self.changes, self._contents = (is_end or is_early) and is_changed, before or contents
         if not self.draws and (is_early or is_end):
             drawn = digest_of_generators(*parts_of(dataset), *(() if outside is None else outside.generators()))
             self._drawn = drawn if is_first else self._drawn

@@ -7,13 +7,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from ctypes import _SimpleCData
 from enum import Enum
+from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from typing import Any
 
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, names_told, parts_of
@@ -24,6 +26,8 @@ _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
 _MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
 _MISSING = object()
+# Ends the name of a value that processes share.
+_SHARED = " in shared memory"
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
 # By their ids: the iterable datasets of loaders of validation.
@@ -96,7 +100,13 @@ class SetBetweenPasses:
                     f"{', '.join(others)} was as built when this run began, and was not in the run that wrote the "
                     "checkpoint; a hook has set it since. That is exact if hooks set it by the epoch alone."
                 )
-        if lost:
+        if shared := [name for name in lost if name.endswith(_SHARED)]:
+            _log.info(
+                f"{', '.join(shared)} was set in the run that wrote the checkpoint, by a hook or in workers, and is "
+                "another here. If the order or samples depend on it, the resume is not exact: set it again before the "
+                "first batch, in on_train_epoch_start at the latest."
+            )
+        if lost := [name for name in lost if name not in shared]:
             _warn(
                 f"{', '.join(lost)} was set between two epochs in the run that wrote the checkpoint, by something else "
                 "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
@@ -159,7 +169,8 @@ class SetBetweenPasses:
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
-        return {**dict.fromkeys(sorted(names), ""), **_digests_of(self._dataset, names)}
+        shared = {name: digest(value) for name, value in _shared_in(self._dataset) if name in names}
+        return {**dict.fromkeys(sorted(names), ""), **_digests_of(self._dataset, names), **shared}
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
@@ -169,6 +180,8 @@ class SetBetweenPasses:
             if changed:
                 self._set |= changed
                 self._first = {**self._digests(changed), **self._first}
+            # Workers may have set what lies in shared memory.
+            if changed := {name for name in changed if not name.endswith(_SHARED)}:
                 _warn(
                     f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
                     "own iteration. A resume from here on is exact only if the same is set again before its first "
@@ -181,7 +194,7 @@ class SetBetweenPasses:
         held: dict[str, str] = {}
         for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
-        return held
+        return {**held, **{name: repr(value) for name, value in _shared_in(self._dataset)}}
 
 
 class SetWithinPass:
@@ -315,8 +328,21 @@ def _digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in attributes_in(dataset) if names is None or names else ():
         if name in names if names is not None else type(value) in PLAIN:
-            found[name] = digest(value, found.get(name, ""))
+            with suppress(Exception):
+                # What cannot be read, such as an object of an installed package in it, is left alone.
+                found[name] = digest(value, found.get(name, ""))
     return found
+
+
+def _shared_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers that ``multiprocessing.Value`` and ``Array`` share, in attributes, and in those of objects there."""
+    for name, value in attributes_in(dataset):
+        inner = attributes_of(value) if is_users(type(value).__module__) else {}
+        held = {name: value, **{f"{name}.{attribute}": one for attribute, one in inner.items()}}
+        for path, one in held.items():
+            if isinstance(one, SynchronizedBase):
+                shared = one.get_obj()
+                yield f"{path}{_SHARED}", shared.value if isinstance(shared, _SimpleCData) else list(shared)
 
 
 def note_validation(dataset: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 import warnings
@@ -287,3 +288,91 @@ def test_a_copy_that_cannot_be_read_is_warned_of(tmp_path: Path) -> None:
     ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
     with pytest.warns(StatefulWarning, match="on a copy of it, which raised RuntimeError: it is in use"):
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+
+
+class Shares(IterableDataset[Any]):
+    """Its order follows from an epoch that processes share."""
+
+    def __init__(self) -> None:
+        self.shared = SharedEpoch()
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in random.Random(self.shared.value.value).sample(range(NUMBERS), NUMBERS)[first::step]:
+            yield {"id": number, "x": torch.full((4,), number / 100)}
+
+
+class SharedEpoch:
+    def __init__(self) -> None:
+        self.value: Any = multiprocessing.Value("i", 0)
+
+
+class SetsShared(pl.Callback):
+    """Sets it in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.set)
+        self.later = hook == "on_train_epoch_end"
+
+    def set(self, trainer: pl.Trainer, *_: Any) -> None:
+        loader: Any = trainer.train_dataloader
+        loader.dataset.shared.value.value = trainer.current_epoch + self.later
+
+
+@pytest.mark.parametrize("how", WORKERS)
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+def test_an_epoch_that_processes_share_is_set_before_a_pass_begins_or_named(
+    tmp_path: Path, hook: str, how: str, caplog: Any
+) -> None:
+    def make() -> Any:
+        return DataLoader(Shares(), batch_size=4, **WORKERS[how])
+
+    def run(*arguments: Any, callbacks: Any = (), **options: Any) -> Any:
+        return train_alone(*arguments, callbacks=[*callbacks, SetsShared(hook)], **options)
+
+    whole = run(make, max_epochs=3)
+    before = ended(tmp_path / "x.ckpt", make, run=run, max_epochs=1)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        after = run(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=3)
+    is_exact = batches(before.ledger + after.ledger) == batches(whole.ledger)
+    said = [one for one in caplog.messages if "Shares.shared.value in shared memory was set" in one]
+    assert (is_exact, len(said)) == ((True, 0) if hook == "on_train_epoch_start" else (False, 1))
+
+
+class Holds(Told):
+    """Holds the Trainer."""
+
+    trainer: Any = None
+
+
+def test_a_dataset_that_holds_a_trainer_is_read(tmp_path: Path) -> None:
+    class Gives(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            dataset.trainer = trainer
+
+    dataset = Holds()
+    train_alone(lambda: DataLoader(dataset, batch_size=4, num_workers=1), callbacks=[Gives()], max_epochs=2)
+
+
+class Seen(Told):
+    """Gives more samples the more it has given, which its first samples do not show."""
+
+    set_epoch = None  # type: ignore[assignment]  # none
+    seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(NUMBERS):
+            self.seen += 1
+            if number < 10 or (number * 7) % NUMBERS <= 4 + self.seen:
+                yield {"id": number, "x": torch.full((4,), self.seen / 100)}
+
+
+@READ_AGAIN
+def test_epochs_that_a_limit_cuts_are_begun_again_likewise(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Seen(), batch_size=2)
+
+    moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 3), ("on_train_epoch_end", 1, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3, limit_train_batches=7)
