@@ -81,6 +81,13 @@ def names_told(part: Any) -> frozenset[str] | None:
     return _names_in_set_epoch(kind) if is_users(kind.__module__) else None
 
 
+def names_in_methods(kind: type) -> set[str]:
+    """The names in the code of methods that a class has of classes of the user's."""
+    kinds = [one for one in kind.__mro__ if is_users(one.__module__)]
+    methods = [value for one in kinds for value in vars(one).values() if isinstance(value, FunctionType)]
+    return {name for method in methods for name in names_in(method.__code__)}
+
+
 @lru_cache(maxsize=256)
 def _names_in_set_epoch(kind: type) -> frozenset[str] | None:
     method = getattr(kind, "set_epoch", None)

@@ -12,7 +12,7 @@ import torch
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.generators.attributes import attributes_and_defaults
-from lightning_stateful.iterable_datasets.dataset_parts import parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import NUM_FIRST, PassHistory, digest_of_sample
@@ -89,8 +89,9 @@ class EarlierPasses:
 
     def _begin(self, missing: list[int]) -> list[str]:
         said = list[str]()
-        are_read = bool(missing) and not self._begins_alike(max(map(_num_batches, missing)))
-        if missing and self._history.draws and not are_read:
+        is_alike, draws_alike = self._begins_alike(max(map(_num_batches, missing))) if missing else (True, True)
+        are_read = not is_alike
+        if self._history.draws and not are_read and not draws_alike:
             said.append(GOES_ON)
         is_unseeded = self._config.gives_batches or self._config.sample_seed is None
         if missing and is_unseeded and keeps_what_it_draws(self._dataset):
@@ -117,25 +118,33 @@ class EarlierPasses:
         except Exception:
             return []
 
-    def _begins_alike(self, most: int) -> bool:
+    def _begins_alike(self, most: int) -> tuple[bool, bool]:
         """Whether a pass begins in the same way however much of the one before was read, as copies tell.
 
         Args:
-            most: Batches that a copy reads where the end of a pass changes the dataset.
+            most: Batches that a copy reads where a pass changes the dataset.
+
+        Returns:
+            That; and whether the random generators stand alike that the dataset holds, too.
         """
         outside, epoch, firsts = OutsideValues(self._dataset), len(self._history), list[list[str]]()
-        copies = self._copies(outside)
-        for (reader, _), number in zip(copies, (_FEW, _SOME_MORE), strict=False):
+        drawn, values, copies = list[str](), list[dict[str, str]](), self._copies(outside)
+        for (reader, copied), number in zip(copies, (_FEW, _SOME_MORE), strict=False):
             reader.begin_pass(epoch)
             reader.read_samples(number)
             many = most if number == _SOME_MORE and self._history.changes else 0
             all(reader.read_batch(epoch, 0) for _ in range(many))
             firsts.append(_firsts(reader, epoch + 1))
+            drawn.append(digest_of_generators(*parts_of(copied), *outside.generators()))
+            values.append(outside.digests(of_generators=False))
             outside.restore()
         if not copies or firsts[0] != firsts[1]:
-            return False
+            return False, False
+        (_, one), (_, other) = copies
+        draws_alike = drawn[0] == drawn[1]
         # A part of it that comes later may have changed.
-        return not (self._history.changes and _used_apart(*(copied for _, copied in copies)))
+        is_same = draws_alike and values[0] == values[1] and not _used_apart(one, other)
+        return is_same or not self._history.changes, draws_alike
 
     def _follows_epoch(self, passes: list[int]) -> tuple[bool, str]:
         """Whether the epoch that it is told decides how the pass begins that is resumed, and not the one before.
@@ -192,12 +201,16 @@ def _firsts(reader: Reader, epoch: int) -> list[str]:
     return [digest_of_sample(sample) for sample in reader.read_samples(NUM_FIRST)]
 
 
-def _used_apart(one: Any, other: Any) -> list[str]:
-    """Attributes in which two copies of a dataset differ, and which its code does more with than to count them."""
-    pairs = zip(parts_of(one), parts_of(other), strict=False)
-    held = [(attributes_and_defaults(part), attributes_and_defaults(of_other)) for part, of_other in pairs]
-    apart = {name for own, others in held for name, value in own.items() if _shown(value) != _shown(others.get(name))}
-    return sorted(name for name in apart if uses_of(one, name, may_be_called=True).uses)
+def _used_apart(one: Any, other: Any) -> bool:
+    """Whether two copies of a dataset differ in attributes which code does more with than to count them."""
+    for part, of_other in zip(parts_of(one), parts_of(other), strict=False):
+        own, others = attributes_and_defaults(part), attributes_and_defaults(of_other)
+        apart = [name for name, value in own.items() if _shown(value) != _shown(others.get(name))]
+        # Of code of installed packages nothing is known.
+        named = names_in_methods(type(part))
+        if any(name not in named or uses_of(one, name, may_be_called=True).uses for name in apart):
+            return True
+    return False
 
 
 def _shown(value: Any) -> str:

@@ -18,9 +18,9 @@ import torch
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.errors import Remark, some_of
-from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users, names_in
+from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
-from lightning_stateful.iterable_datasets.dataset_parts import names_told, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, names_told, parts_of
 from lightning_stateful.iterable_datasets.pass_history import PassHistory
 from lightning_stateful.samplers.fingerprint import digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.stream_nodes.own_state import has_state
@@ -77,9 +77,7 @@ class KeptGenerators:
 def _names_set_anew(dataset: Any) -> set[str]:
     """The names of a dataset's random generators that each pass sets before it draws from them."""
     names = {name for name, value in attributes_of(dataset).items() if isinstance(value, GENERATORS)}
-    kinds = [kind for kind in type(dataset).__mro__ if is_users(kind.__module__)] if names else []
-    methods = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
-    named = names & {name for method in methods for name in names_in(method.__code__)}
+    named = names & names_in_methods(type(dataset)) if names else names
     told = names_told(dataset) or frozenset()
     return {name for name in named if name in told or not uses_of(dataset, name, may_be_called=True).uses}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from ctypes import _SimpleCData
@@ -21,11 +22,15 @@ from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, names_told, parts_of
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.stream_nodes.own_state import has_state
 
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
 _MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
 _MISSING = object()
+_GROWING = (list, set, dict, deque)
+# Items of these up to which they are digested.
+_MOST_ITEMS = 2**13
 # Ends the name of a value that processes share.
 _SHARED = " in shared memory"
 # Lightning reads the first batch before it builds loaders of validation.
@@ -201,7 +206,8 @@ class SetWithinPass:
     """Compares what a dataset holds behind each batch with what it holds before the next is read.
 
     What differs was set by something else, such as a hook. Of attributes that are objects it is seen when another
-    object is set, and not when the same one is changed. What ``set_epoch`` sets is left out.
+    object is set, and when a list, set or dict grows or shrinks, and not when the same one is changed otherwise. What
+    ``set_epoch`` sets is left out.
 
     Args:
         dataset: The dataset, which is read in this process.
@@ -217,6 +223,7 @@ class SetWithinPass:
         self._holders: list[Any] = []
         # The attributes behind the latest batch; None before the first one.
         self._left: list[dict[str, Any]] | None = None
+        self._sizes: list[dict[str, str]] = []
         # By name, the epoch and the number of batches of it that had been read.
         self._set: dict[str, tuple[int, int]] = {}
         self._at = -1, 0
@@ -255,6 +262,7 @@ class SetWithinPass:
         if self._expected:
             self._compare()
         self._left, self._at = [dict(vars(part)) for part in self._holders], (epoch, num_read)
+        self._sizes = list(map(_sizes_in, self._holders))
 
     def note_end(self) -> None:
         """A pass has ended: what is set from here on is set between two passes."""
@@ -263,13 +271,15 @@ class SetWithinPass:
     def note_outside(self) -> None:
         """The next batch is about to be read, or a state is taken: whatever has changed was set by something else."""
         left = self._left
-        if left is None or all(
+        is_same = left is None or all(
             len(before) == len(of) and all(map(is_, before.values(), of.values()))
             for before, of in zip(left, map(vars, self._holders), strict=True)
-        ):
+        )
+        if left is None or (is_same and self._sizes == list(map(_sizes_in, self._holders))):
             return
         self._set |= dict.fromkeys(self._changed(), self._at)
         self._left = [dict(vars(part)) for part in self._holders]
+        self._sizes = list(map(_sizes_in, self._holders))
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """See above.
@@ -296,6 +306,13 @@ class SetWithinPass:
             # A hook sets something else for the next epoch.
             lost = [name for name in lost if now.get(name) == self._built.get(name)]
         ahead = sorted({*expected["ahead"]} - {*lost})
+        kept = sorted(within.keys() - {*lost, *ahead})
+        if kept and expected["is_within"] and not has_state(self._dataset):
+            _log.info(
+                f"{', '.join(kept)} was set within the epoch that goes on, and is the same here. What came before was "
+                "read again with that: if it decides which samples come, the resume is not exact. Set it between two "
+                "epochs, or give the dataset state_dict and load_state_dict."
+            )
         first = "The first batch is read with what is set here, but was read there before that was set"
         if lost:
             also = f" {first}: it stays inexact." if {*lost} & {*expected["ahead"]} else ""
@@ -320,14 +337,25 @@ class SetWithinPass:
                 old, new = before.get(name, _MISSING), of.get(name, _MISSING)
                 is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
                 changed |= set() if is_same else {f"{kind}.{name}"}
+        for sizes, part in zip(self._sizes, self._holders, strict=False):
+            names = changed_names(sizes, _sizes_in(part)) - {*(names_told(part) or ())}
+            changed |= {f"{type(part).__qualname__}.{name}" for name in names}
         return changed
 
 
+def _sizes_in(part: Any) -> dict[str, str]:
+    """How long lists, sets and dicts are that an object holds."""
+    return {name: str(len(value)) for name, value in vars(part).items() if type(value) in _GROWING}
+
+
 def _digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
-    """Digests of attributes as they are now, which another process may compare; None for all plain ones."""
+    """Digests of attributes as they are now, which another process may compare; None for plain ones and containers."""
     found: dict[str, str] = {}
     for name, value in attributes_in(dataset) if names is None or names else ():
-        if name in names if names is not None else type(value) in PLAIN:
+        if name in names if names is not None else type(value) in (*PLAIN, *_GROWING):
+            if type(value) in _GROWING and len(value) > _MOST_ITEMS:
+                # Such as the samples of a replay buffer, at every save.
+                value = len(value)
             with suppress(Exception):
                 # What cannot be read, such as an object of an installed package in it, is left alone.
                 found[name] = digest(value, found.get(name, ""))

@@ -376,3 +376,28 @@ def test_epochs_that_a_limit_cuts_are_begun_again_likewise(tmp_path: Path) -> No
 
     moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 3), ("on_train_epoch_end", 1, 0)]
     assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3, limit_train_batches=7)
+
+
+MODULE_GENERATOR = random.Random(3)
+
+
+class DrawsOutside(Told):
+    """Augments by a generator of the module, and notes where it is."""
+
+    set_epoch = None  # type: ignore[assignment]  # none
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at in range(NUMBERS):
+            yield {"id": self.at, "x": torch.full((4,), MODULE_GENERATOR.random())}
+
+
+@READ_AGAIN
+@pytest.mark.parametrize("limit", [None, 7])
+def test_a_generator_of_the_module_that_samples_draw_from_is_where_it_was(tmp_path: Path, limit: int | None) -> None:
+    def make() -> Any:
+        MODULE_GENERATOR.seed(3)
+        return DataLoader(DrawsOutside(), batch_size=4)
+
+    moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3, limit_train_batches=limit)
