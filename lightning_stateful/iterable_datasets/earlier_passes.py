@@ -24,6 +24,8 @@ from lightning_stateful.samplers.fingerprint import is_mapped
 _FEW, _SOME_MORE = 1, 3
 # Seconds for which a copy of a dataset that is told the epoch is read.
 _PATIENCE = 20.0
+# Seconds after which no further sample is compared.
+_SLOW = 1.0
 # Bytes of arrays and tensors in a dataset up to which it is copied.
 _MOST_BYTES = 2**31
 NOT_TRIED = (
@@ -134,7 +136,7 @@ class EarlierPasses:
             reader.read_samples(number)
             many = most if number == _SOME_MORE and self._history.changes else 0
             all(reader.read_batch(epoch, 0) for _ in range(many))
-            firsts.append(_firsts(reader, epoch + 1))
+            firsts.append(_firsts(reader, epoch + 1, len(firsts[0]) if firsts else None))
             drawn.append(digest_of_generators(*parts_of(copied), *outside.generators()))
             values.append(outside.digests(of_generators=False))
             outside.restore()
@@ -171,7 +173,7 @@ class EarlierPasses:
             is_late = time.perf_counter() - began > _PATIENCE
             if is_late or not later.read_batch(epoch - 1, number):
                 break
-        is_alike = firsts == [*_firsts(later, epoch), digest_of_generators(*parts_of(used))]
+        is_alike = firsts == [*_firsts(later, epoch, len(firsts) - 1), digest_of_generators(*parts_of(used))]
         is_alike = is_alike and not _used_apart(fresh, used)
         outside.restore()
         return is_alike and not is_late, f"which took more than {_PATIENCE:.0f} s" if is_alike and is_late else ""
@@ -195,10 +197,15 @@ def copied_with_shared_data(dataset: Any) -> Any:
     return copy.deepcopy(dataset, shared)
 
 
-def _firsts(reader: Reader, epoch: int) -> list[str]:
-    """Digests of the samples that a pass begins with."""
+def _firsts(reader: Reader, epoch: int, number: int | None = None) -> list[str]:
+    """Digests of so many samples that a pass begins with; by default eight, or fewer of one that is slow."""
     reader.begin_pass(epoch)
-    return [digest_of_sample(sample) for sample in reader.read_samples(NUM_FIRST)]
+    if number is not None:
+        return [digest_of_sample(sample) for sample in reader.read_samples(number)]
+    found, began = list[str](), time.perf_counter()
+    while len(found) < NUM_FIRST and time.perf_counter() - began < _SLOW and (read := reader.read_samples(1)):
+        found += [digest_of_sample(sample) for sample in read]
+    return found
 
 
 def _used_apart(one: Any, other: Any) -> bool:
