@@ -93,7 +93,8 @@ class EarlierPasses:
         said = list[str]()
         is_alike, draws_alike = self._begins_alike(max(map(_num_batches, missing))) if missing else (True, True)
         are_read = not is_alike
-        if self._history.draws and not are_read and not draws_alike:
+        # Of one that its passes change, copies have been read to the end of one.
+        if self._history.draws and not are_read and not (self._history.changes and draws_alike):
             said.append(GOES_ON)
         is_unseeded = self._config.gives_batches or self._config.sample_seed is None
         if missing and is_unseeded and keeps_what_it_draws(self._dataset):
