@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.skip import Skip, SkippingPlan
 from lightning_stateful.core.steps import Topology
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
@@ -161,6 +163,21 @@ class StreamLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def numbers(self) -> Any:
         """The numbers of the samples in the latest batch, where they are kept; else None."""
         return self.order.given.numbers
+
+    def plan_aside(self, epoch: int, *, of_copy: bool) -> None:
+        """None: whatever iterates the loader begins a pass of the stream.
+
+        Warns:
+            StatefulWarning: A hook does so on a resume, before the pass that goes on (``of_copy``).
+        """
+        if of_copy and getattr(self.order, "begun_anew", None) is not None:
+            warnings.warn(
+                f"A hook has looked at a batch of {self.order.name} before the first one of the resume, which begins a "
+                "pass of it that the run without the stop has not begun. If passes change the dataset, or it goes on "
+                "at iter(), the resume is not exact. Look at batches of a loader of its own.",
+                StatefulWarning,
+                stacklevel=2,
+            )
 
     def keep_indices(self) -> None:
         """Let batches say the numbers of their samples, where these have numbers."""

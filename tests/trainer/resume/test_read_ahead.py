@@ -143,7 +143,7 @@ def test_the_first_batch_of_an_epoch_that_is_resumed_at_its_beginning_is_read_be
 
 
 @pytest.mark.filterwarnings("ignore:.*was changed between two epochs", "ignore:.*is read by two iterations")
-def test_a_hook_that_looks_at_a_batch_before_training_gets_one(tmp_path: Path) -> None:
+def test_a_hook_that_looks_at_a_batch_before_training_gets_one_and_a_resume_warns(tmp_path: Path) -> None:
     class Looks(SetsAtStart):
         seen: Any = None
 
@@ -159,6 +159,7 @@ def test_a_hook_that_looks_at_a_batch_before_training_gets_one(tmp_path: Path) -
 
     _, stopped = fit(max_epochs=1)
     stopped.save_checkpoint(tmp_path / "x.ckpt")
-    looks, _ = fit(tmp_path / "x.ckpt")
+    with pytest.warns(StatefulWarning, match="A hook has looked at a batch of ByEpoch before the first one"):
+        looks, _ = fit(tmp_path / "x.ckpt")
     assert looks.seen[:, 0].allclose(torch.arange(4) / 100)
     assert len(looks.trained) == 6
