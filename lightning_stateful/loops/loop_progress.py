@@ -187,8 +187,12 @@ def read_later(trainer: pl.Trainer, progress: LoopProgress) -> object | None:
 
     def on_run_start(fetcher: Any) -> None:
         vars(epoch_loop).pop("on_run_start", None)
+        combined: Any = trainer.fit_loop._combined_loader
+        early = combined._iterator
         epoch_loop.on_run_start(fetcher)
-        iter(fetcher)
+        if combined._iterator is early:
+            # Lightning 2.5.0 reads it there on a resume, too.
+            iter(fetcher)
 
     epoch_loop.on_run_start = on_run_start
     return LATER
