@@ -90,19 +90,20 @@ class EarlierPasses:
         return [*filter(None, (changed, outside)), *self._begin(passes[len(history) :])]
 
     def _begin(self, missing: list[int]) -> list[str]:
+        if not missing:
+            return []
         said = list[str]()
-        is_alike, draws_alike = self._begins_alike(max(map(_num_batches, missing))) if missing else (True, True)
-        are_read = not is_alike
+        is_alike, draws_alike = self._begins_alike(max(map(_num_batches, missing)))
         # Of one that its passes change, copies have been read to the end of one.
-        if self._history.draws and not are_read and not (self._history.changes and draws_alike):
+        if self._history.draws and is_alike and not (self._history.changes and draws_alike):
             said.append(GOES_ON)
         is_unseeded = self._config.gives_batches or self._config.sample_seed is None
-        if missing and is_unseeded and keeps_what_it_draws(self._dataset):
+        if is_unseeded and keeps_what_it_draws(self._dataset):
             said.append(KEEPS)
         for number in missing:
             epoch = len(self._history)
             self._reader.begin_pass(epoch)
-            if are_read:
+            if not is_alike:
                 # Up to an empty one.
                 all(self._reader.read_batch(epoch, batch) for batch in range(_num_batches(number) + (number < 0)))
             else:

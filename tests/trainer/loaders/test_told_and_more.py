@@ -401,3 +401,22 @@ def test_a_generator_of_the_module_that_samples_draw_from_is_where_it_was(tmp_pa
 
     moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0)]
     assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone, max_epochs=3, limit_train_batches=limit)
+
+
+class Augments(IterableDataset[Any]):
+    """Draws for each sample from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(NUMBERS):
+            yield {"id": number, "x": torch.full((4,), self.generator.random())}
+
+
+@READ_AGAIN
+def test_within_the_first_pass_nothing_is_said_of_a_generator_that_goes_on(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Augments(), batch_size=4)
+
+    assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 0, 3)], train_alone, max_epochs=2)
