@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from ctypes import Array, _SimpleCData
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -37,6 +38,8 @@ _CONTAINERS: tuple[type, ...] = (list, set, deque, dict, bytearray, torch.Tensor
 # Values that are replaced where they change.
 _REBOUND = (str, bytes, tuple, torch.Tensor, np.ndarray)
 _DEFAULTS = (bool, int, float, str)
+# Ends the name or text of a value that processes share.
+SHARED = " in shared memory"
 # Characters that a digest has at least.
 _LEAST_DIGEST = 12
 _LEFT_ALONE = (type, BuiltinFunctionType, ModuleType, torch.nn.Module, DataLoader, SynchronizedBase)
@@ -256,6 +259,17 @@ def _sum_of_array(array: Any) -> int:
 def changed_names(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
     """The names of what is another, new or gone."""
     return {name for name in {*before, *now} if before.get(name) != now.get(name)}
+
+
+def shared_numbers(value: object) -> list[Any]:
+    """In a list what ``multiprocessing.Value`` or ``Array``, or a ctypes object, holds: a number, or a list of such.
+
+    An empty list for anything else, such as a structure.
+    """
+    held = value.get_obj() if isinstance(value, SynchronizedBase) else value
+    if isinstance(held, Array):
+        return [list(held)]
+    return [held.value] if isinstance(held, _SimpleCData) else []
 
 
 def are_equal(one: str, other: str) -> bool:

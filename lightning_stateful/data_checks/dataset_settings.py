@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from ctypes import Array, _SimpleCData
 from functools import partial
-from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch.utils.data import ConcatDataset
 
 from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
 from lightning_stateful.contents.code_uses import uses_of
-from lightning_stateful.contents.held_state import HeldState, are_equal, changed_names
+from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names, shared_numbers
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import can_be_read, is_users, names_in, reached, text_of_plain
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -41,8 +39,6 @@ _SIZE = 6
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
 # Stands for a value that is missing, or has no text, as a list of tensors.
 _UNSHOWN = "something else"
-# Ends the text of a value that workers share.
-_SHARED = " in shared memory"
 _DEFAULTS = (bool, int, float, str)
 # Stands for the path of a loader with the values that the method reads which builds the loaders.
 BUILD = "train_dataloader()"
@@ -278,7 +274,7 @@ class DatasetSettings:
             set_within += [name] if latest != began else []
             if name in self.said.get(path, ()):
                 continue
-            in_copies = in_workers and not latest.endswith(_SHARED)
+            in_copies = in_workers and not latest.endswith(SHARED)
             saved, present = began if in_copies else latest, now.get(name, "")
             if not are_equal(present, saved) and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
@@ -331,7 +327,7 @@ class DatasetSettings:
         left = [
             f"{name} was {began.get(name) or _UNSHOWN} and is {now.get(name) or _UNSHOWN}"
             for name in names
-            if not now.get(name, "").endswith(_SHARED)
+            if not now.get(name, "").endswith(SHARED)
         ]
         if left and path not in self._said_copies:
             self._said_copies.add(path)
@@ -356,7 +352,7 @@ class DatasetSettings:
         }
         for name, began in copies.items():
             present = now.get(name, "")
-            if began != present and not present.endswith(_SHARED):
+            if began != present and not present.endswith(SHARED):
                 wrong[name] = f"{name} was {began or _UNSHOWN} and is {present or _UNSHOWN}"
         if wrong:
             self.said.setdefault(path, set()).update(wrong)
@@ -437,11 +433,9 @@ def _shown(value: Any) -> str:
 
 
 def _text_of(value: Any) -> str:
-    if isinstance(value, SynchronizedBase):
-        value = value.get_obj()
-    if isinstance(value, (_SimpleCData, Array)):
-        held = list(value)[:_MOST_BYTES] if isinstance(value, Array) else value.value
-        return f"{held!r}{_SHARED}" if _is_plain([held]) else ""
+    for held in shared_numbers(value):
+        held = held[:_MOST_BYTES] if isinstance(held, list) else held
+        return f"{held!r}{SHARED}" if _is_plain([held]) else ""
     if isinstance(value, torch.Tensor) and can_be_read(value) and value.device.type == "cpu":
         value = as_array(value)
     if isinstance(value, np.ndarray):
@@ -479,10 +473,10 @@ def _is_among(name: str, variables: Collection[str]) -> bool:
 
 
 def _shortened(text: str) -> str:
-    short, is_shared = text.removesuffix(_SHARED), text.endswith(_SHARED)
+    short, is_shared = text.removesuffix(SHARED), text.endswith(SHARED)
     if len(short) > _MOST_CHARACTERS:
         short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
-    return short + _SHARED * is_shared
+    return short + SHARED * is_shared
 
 
 def _users_of(dataset: Any) -> list[Any]:

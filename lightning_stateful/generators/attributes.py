@@ -40,6 +40,11 @@ def package_of(kind: Any) -> str:
     return (kind.__module__ or "").partition(".")[0]
 
 
+def is_lightnings(value: object) -> bool:
+    """Whether an object is of a class of Lightning's, or of one derived from it, such as a user's LightningModule."""
+    return not LIGHTNINGS.isdisjoint(map(package_of, type(value).__mro__))
+
+
 def attributes_of(value: object) -> dict[str, Any]:
     """The attributes that an object holds in its ``__dict__`` and slots, but loggers, and Lightning's notes."""
     held: dict[str, Any] = dict(getattr(value, "__dict__", ()))

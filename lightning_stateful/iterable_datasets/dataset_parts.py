@@ -11,12 +11,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.generators.attributes import (
-    LIGHTNINGS,
     attributes_and_defaults,
     closure_of,
+    is_lightnings,
     is_users,
     names_in,
-    package_of,
 )
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
@@ -66,7 +65,7 @@ def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: T
         if told is None or not looks_at(part):
             continue
         for name, value in attributes_and_defaults(part).items():
-            if name not in told and LIGHTNINGS.isdisjoint(map(package_of, type(value).__mro__)):
+            if name not in told and not is_lightnings(value):
                 yield f"{type(part).__qualname__}.{name}", value
 
 

@@ -8,13 +8,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from ctypes import _SimpleCData
 from enum import Enum
 from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from typing import Any
 
-from lightning_stateful.contents.held_state import changed_names
+from lightning_stateful.contents.held_state import SHARED, changed_names, shared_numbers
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.generators.generator_states import identity_of
@@ -31,8 +30,6 @@ _MISSING = object()
 _GROWING = (list, set, dict, deque)
 # Items of these up to which they are digested.
 _MOST_ITEMS = 2**13
-# Ends the name of a value that processes share.
-_SHARED = " in shared memory"
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
 # By their ids: the iterable datasets of loaders of validation.
@@ -105,7 +102,7 @@ class SetBetweenPasses:
                     f"{', '.join(others)} was as built when this run began, and was not in the run that wrote the "
                     "checkpoint; a hook has set it since. That is exact if hooks set it by the epoch alone."
                 )
-        if shared := [name for name in lost if name.endswith(_SHARED)]:
+        if shared := [name for name in lost if name.endswith(SHARED)]:
             _log.info(
                 f"{', '.join(shared)} was set in the run that wrote the checkpoint, by a hook or in workers, and is "
                 "another here. If the order or samples depend on it, the resume is not exact: set it again before the "
@@ -186,7 +183,7 @@ class SetBetweenPasses:
                 self._set |= changed
                 self._first = {**self._digests(changed), **self._first}
             # Workers may have set what lies in shared memory.
-            if changed := {name for name in changed if not name.endswith(_SHARED)}:
+            if changed := {name for name in changed if not name.endswith(SHARED)}:
                 _warn(
                     f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
                     "own iteration. A resume from here on is exact only if the same is set again before its first "
@@ -369,8 +366,7 @@ def _shared_in(dataset: Any) -> Iterator[tuple[str, Any]]:
         held = {name: value, **{f"{name}.{attribute}": one for attribute, one in inner.items()}}
         for path, one in held.items():
             if isinstance(one, SynchronizedBase):
-                shared = one.get_obj()
-                yield f"{path}{_SHARED}", shared.value if isinstance(shared, _SimpleCData) else list(shared)
+                yield from ((f"{path}{SHARED}", shared) for shared in shared_numbers(one))
 
 
 def note_validation(dataset: Any) -> None:

@@ -34,6 +34,7 @@ from lightning_stateful.generators.attributes import (
     base_of,
     can_be_read,
     is_data,
+    is_lightnings,
     is_users,
     named_outside,
     package_of,
@@ -489,10 +490,6 @@ def _shown(value: Any, of_copy: bool = False) -> str:
             return marshal.dumps(items, 0).hex()
         return text_of_plain([item if type(item) in PLAIN else type(item).__name__ for item in items])
     # Of a LightningModule, training changes them, and a resume names those that no checkpoint has.
-    held = [] if _is_lightning_module(value) else attributes_of(value).items()
+    held = [] if isinstance(value, torch.nn.Module) and is_lightnings(value) else attributes_of(value).items()
     plain = ", ".join(f"{name!r}: {text_of_plain(item)}" for name, item in held if type(item) in PLAIN)
     return f"{type(value).__name__}{f'{{{plain}}}' if plain else 0 if of_copy else id(value)}"
-
-
-def _is_lightning_module(value: object) -> bool:
-    return isinstance(value, torch.nn.Module) and any(package_of(kind) in LIGHTNINGS for kind in type(value).__mro__)

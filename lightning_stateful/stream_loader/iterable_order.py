@@ -20,10 +20,7 @@ from lightning_stateful.iterable_datasets.iterable_state import IterableState, s
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.kept_values import KeptGenerators
-from lightning_stateful.iterable_datasets.pass_history import (
-    beginning_of,
-    history_of,
-)
+from lightning_stateful.iterable_datasets.pass_history import beginning_of, history_of
 from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.iterable_datasets.rank_draws import (
     generators_of_ranks,
@@ -84,9 +81,9 @@ class IterableOrder(StreamReader):
             self.items = "batches"
             self._warn_of_drawn_orders()
         self.files = named_files(parts_of(self.dataset))
-        # Of one that is told the epoch, the digest is another in each.
-        self._counts_passes = self.settings.counts_passes and not is_told(self.dataset)
-        self._built = digest_of_dataset(self.dataset) if self._counts_passes else ""
+        # Of one that is told the epoch, what it holds is another in each.
+        self._is_untold = self.settings.counts_passes and not is_told(self.dataset)
+        self._built = digest_of_dataset(self.dataset) if self._is_untold else ""
         is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
         # Nothing of the dataset that lives on in workers is set from here.
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
@@ -101,7 +98,7 @@ class IterableOrder(StreamReader):
         self._copied = KeptGenerators(parts_of(self.dataset)) if is_copied else None
         self._stood = ""
         # What its passes change here, with which hooks may see to it too.
-        is_changed_here = self._counts_passes and not loader.num_workers
+        is_changed_here = self._is_untold and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
         # Of one that is built for a later epoch another warning speaks.
         self._is_first = not history_of(self.dataset)
@@ -178,7 +175,7 @@ class IterableOrder(StreamReader):
 
         Lightning then begins a pass more than it trains on, of which a checkpoint between two epochs knows nothing.
         """
-        if self._counts_passes and self._built != digest_of_dataset(self.dataset):
+        if self._is_untold and self._built != digest_of_dataset(self.dataset):
             warnings.warn(
                 f"{self.name} changes itself from pass to pass, and a new loader of it was built for epoch {epoch}, "
                 "for which Lightning begins it once more than it trains on. A resume from between two epochs is not "

@@ -196,40 +196,6 @@ def test_a_state_that_does_not_lead_back_is_warned_of_by_name(tmp_path: Path, ma
         train_alone(Forgets, ckpt_path=tmp_path / "middle.ckpt", max_epochs=2)
 
 
-class KeepsSome(IterableDataset[Any]):
-    """Gives each fifth number at the end, which its state leaves out."""
-
-    loaded = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self.loaded, self.held = self.loaded, 0, list[int]()
-        for self.at in range(first, 20):
-            if self.at % 5:
-                yield {"id": self.at, "x": torch.ones(4)}
-            else:
-                self.held.append(self.at)
-        for number in self.held:
-            yield {"id": number, "x": torch.ones(4)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at + 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state["at"]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_list_that_a_state_leaves_out_is_named_in_the_log(tmp_path: Path, num_workers: int, caplog: Any) -> None:
-    def make() -> Any:
-        return DataLoader(KeepsSome(), batch_size=2, num_workers=num_workers)
-
-    ended(tmp_path / "x.ckpt", make, run=train_alone, max_steps=4)
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=1)
-    said = [one for one in caplog.messages if "does not hold what it held before the stop in KeepsSome.held" in one]
-    assert len(said) == 1
-
-
 def rows(numbers: list[int]) -> Iterator[Any]:
     for number in numbers:
         yield {"id": number, "x": [number / 100] * 4}

@@ -55,6 +55,17 @@ def kept_back(numbers: Iterable[int]) -> Iterator[int]:
     yield from late
 
 
+class InAnAttribute(Positioned):
+    def stage(self) -> Iterator[int]:
+        self.late: list[int] = []
+        for number in self.read():
+            if number % 5:
+                yield number
+            else:
+                self.late.append(number)
+        yield from self.late
+
+
 class InAHelper(Positioned):
     def stage(self) -> Iterator[int]:
         return kept_back(self.read())
@@ -145,6 +156,7 @@ class InACount(Positioned):
 
 
 NAMED = {
+    InAnAttribute: "InAnAttribute.late",
     InAHelper: "kept_back.late",
     InAHelperOfAHelper: "kept_back.late",
     InAnObject: "InAnObject.behind.late",
