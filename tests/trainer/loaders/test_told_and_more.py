@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import random
 import threading
@@ -420,3 +421,13 @@ def test_within_the_first_pass_nothing_is_said_of_a_generator_that_goes_on(tmp_p
         return DataLoader(Augments(), batch_size=4)
 
     assert_goes_on_from_every_moment(tmp_path, make, [("on_train_batch_end", 0, 3)], train_alone, max_epochs=2)
+
+
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+
+def test_a_dataset_that_shares_a_structure_between_processes_is_read() -> None:
+    dataset = Shares()
+    dataset.point = multiprocessing.Value(Point, 1, 2)  # type: ignore[attr-defined]  # as here
+    train_alone(lambda: DataLoader(dataset, batch_size=4), max_epochs=2)
