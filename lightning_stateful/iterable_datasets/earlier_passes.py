@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.generators.attributes import attributes_and_defaults
 from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
@@ -139,7 +140,7 @@ class EarlierPasses:
             many = most if number == _SOME_MORE and self._history.changes else 0
             all(reader.read_batch(epoch, 0) for _ in range(many))
             firsts.append(_firsts(reader, epoch + 1, len(firsts[0]) if firsts else None))
-            drawn.append(digest_of_generators(*parts_of(copied), *outside.generators()))
+            drawn.append(_generators_of(copied, outside))
             values.append(outside.digests(of_generators=False))
             outside.restore()
         if not copies or firsts[0] != firsts[1]:
@@ -162,23 +163,40 @@ class EarlierPasses:
         if not self._history.is_moved:
             return True, ""
         outside, epoch, began = OutsideValues(self._dataset), len(self._history) + len(passes), time.perf_counter()
-        copies = self._copies(outside)
-        if not copies:
-            return False, "which cannot be made"
-        (reader, fresh), (later, used) = copies
-        firsts = [*_firsts(reader, epoch), digest_of_generators(*parts_of(fresh))]
-        outside.restore()
-        later.begin_pass(epoch - 1)
-        later.read_samples(_SOME_MORE)
-        is_late = False
-        for number in range(_num_batches(passes[-1]) + 1 if self._history.changes else 0):
-            is_late = time.perf_counter() - began > _PATIENCE
-            if is_late or not later.read_batch(epoch - 1, number):
-                break
-        is_alike = firsts == [*_firsts(later, epoch, len(firsts) - 1), digest_of_generators(*parts_of(used))]
-        is_alike = is_alike and not _used_apart(fresh, used)
-        outside.restore()
-        return is_alike and not is_late, f"which took more than {_PATIENCE:.0f} s" if is_alike and is_late else ""
+        # A few samples of the pass before tell it of most.
+        for most in (0, _num_batches(passes[-1]) + 1):
+            copies = self._copies(outside)
+            if not copies:
+                return False, "which cannot be made"
+            (reader, fresh), (later, used) = copies
+            firsts, stands = _firsts(reader, epoch), _generators_of(fresh, outside)
+            values = outside.digests(of_generators=False)
+            outside.restore()
+            later.begin_pass(epoch - 1)
+            later.read_samples(_SOME_MORE)
+            is_late = False
+            for _ in range(most):
+                is_late = time.perf_counter() - began > _PATIENCE
+                if is_late or not later.read_batch(epoch - 1, 0):
+                    break
+            is_alike = firsts == _firsts(later, epoch, len(firsts)) and stands == _generators_of(used, outside)
+            moved = changed_names(values, outside.digests(of_generators=False))
+            outside.restore()
+            if not is_alike or _used_apart(fresh, used) or self._uses_outside(moved):
+                return False, ""
+            if is_late:
+                return False, f"which took more than {_PATIENCE:.0f} s"
+        return True, ""
+
+    def _uses_outside(self, names: Collection[str]) -> bool:
+        """Whether code does more with variables outside of the dataset than to count them."""
+        uses = (uses_of(self._dataset, name.rpartition(".")[2], is_variable=True, may_be_called=True) for name in names)
+        return any(use.uses for use in uses)
+
+
+def _generators_of(dataset: Any, outside: OutsideValues) -> str:
+    """Digest of the random generators that a dataset holds, or that its code reaches."""
+    return digest_of_generators(*parts_of(dataset), *outside.generators())
 
 
 def copied_with_shared_data(dataset: Any) -> Any:

@@ -93,7 +93,26 @@ class Reseeds(Told):
         return self.generator.sample(range(NUMBERS), NUMBERS)
 
 
-KINDS: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (Told, Buffers, Counts, CountsAtEnd, Reseeds)}
+PASSES = [0]
+
+
+class CountsOutside(Told):
+    """Shuffles the second half by the passes that its module has counted."""
+
+    def __init__(self) -> None:
+        PASSES[0] = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = [*super().__iter__()]
+        middle = len(samples) // 2
+        yield from samples[:middle]
+        PASSES[0] += 1
+        yield from random.Random(PASSES[0]).sample(samples[middle:], len(samples) - middle)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (Told, Buffers, Counts, CountsAtEnd, Reseeds, CountsOutside)
+}
 WORKERS: dict[str, dict[str, Any]] = {
     "no workers": {},
     "workers": {"num_workers": 2},
@@ -156,6 +175,44 @@ def test_a_generator_without_a_seed_is_warned_of(tmp_path: Path, how: str) -> No
 
     ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
     with pytest.warns(StatefulWarning, match="not exact"):
+        train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+
+
+OUTSIDE = random.Random(2)
+
+
+class ShufflesLate(Told):
+    """Shuffles the second half of a pass by a generator that goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(2)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = [*super().__iter__()]
+        middle = len(samples) // 2
+        yield from samples[:middle]
+        yield from self.generator.sample(samples[middle:], len(samples) - middle)
+
+
+class ShufflesLateOutside(ShufflesLate):
+    """Does so by one of its module."""
+
+    def __init__(self) -> None:
+        OUTSIDE.seed(2)
+
+    @property
+    def generator(self) -> random.Random:  # type: ignore[override]
+        return OUTSIDE
+
+
+@pytest.mark.parametrize("kind", [ShufflesLate, ShufflesLateOutside])
+@pytest.mark.parametrize("how", ["no workers", pytest.param("persistent workers", marks=pytest.mark.slow)])
+def test_a_generator_that_decides_only_what_comes_late_is_warned_of(tmp_path: Path, kind: Any, how: str) -> None:
+    def make() -> Any:
+        return DataLoader(kind(), batch_size=4, **WORKERS[how])
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, max_epochs=1)
+    with pytest.warns(StatefulWarning, match="holds a random generator that goes on from pass to pass"):
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
 
 
