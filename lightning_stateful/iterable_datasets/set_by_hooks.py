@@ -178,18 +178,26 @@ class SetBetweenPasses:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
         now, left = self._held(), self._left
         if left is not None:
-            changed = changed_names(left, now) - self._set
-            if changed:
-                self._set |= changed
-                self._first = {**self._digests(changed), **self._first}
-            # Workers may have set what lies in shared memory.
-            if changed := {name for name in changed if not name.endswith(SHARED)}:
-                _warn(
-                    f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's "
-                    "own iteration. A resume from here on is exact only if the same is set again before its first "
-                    "batch, as in load_state_dict of a callback."
-                )
+            self.note_set(changed_names(left, now))
         return now
+
+    def note_set(self, names: Collection[str]) -> None:
+        """Something else than its passes has set attributes since the latest pass, which was left before its end.
+
+        Warns:
+            StatefulWarning: Of each, once.
+        """
+        changed = {*names} - self._set
+        if changed:
+            self._set |= changed
+            self._first = {**self._digests(changed), **self._first}
+        # Workers may have set what lies in shared memory.
+        if changed := {name for name in changed if not name.endswith(SHARED)}:
+            _warn(
+                f"{', '.join(sorted(changed))} was changed between two epochs by something else than the dataset's own "
+                "iteration. A resume from here on is exact only if the same is set again before its first batch, as "
+                "in load_state_dict of a callback."
+            )
 
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
@@ -255,7 +263,7 @@ class SetWithinPass:
         """
         if self._set:
             # What its own iteration changes too is no setting of somebody else's.
-            self._set = {name: at for name, at in self._set.items() if name not in self._changed()}
+            self._set = {name: at for name, at in self._set.items() if name not in self.changed()}
         if self._expected:
             self._compare()
         self._left, self._at = [dict(vars(part)) for part in self._holders], (epoch, num_read)
@@ -274,7 +282,7 @@ class SetWithinPass:
         )
         if left is None or (is_same and self._sizes == list(map(_sizes_in, self._holders))):
             return
-        self._set |= dict.fromkeys(self._changed(), self._at)
+        self._set |= dict.fromkeys(self.changed(), self._at)
         self._left = [dict(vars(part)) for part in self._holders]
         self._sizes = list(map(_sizes_in, self._holders))
 
@@ -292,6 +300,20 @@ class SetWithinPass:
             return {}
         ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
         return {"within": _digests_of(self._dataset, self._set), "ahead": ahead}
+
+    def changed(self) -> set[str]:
+        """The attributes that are not as they were behind the latest batch of a pass; none if that has ended."""
+        changed: set[str] = set()
+        for before, part in zip(self._left or (), self._holders, strict=False):
+            kind, of = type(part).__qualname__, vars(part)
+            for name in {**before, **of}.keys() - (names_told(part) or ()):
+                old, new = before.get(name, _MISSING), of.get(name, _MISSING)
+                is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
+                changed |= set() if is_same else {f"{kind}.{name}"}
+        for sizes, part in zip(self._sizes if self._left else (), self._holders, strict=False):
+            names = changed_names(sizes, _sizes_in(part)) - {*(names_told(part) or ())}
+            changed |= {f"{type(part).__qualname__}.{name}" for name in names}
+        return changed
 
     def _compare(self) -> None:
         """Warn of what is another than in the run that wrote the checkpoint."""
@@ -324,20 +346,6 @@ class SetWithinPass:
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
             )
-
-    def _changed(self) -> set[str]:
-        """The attributes that are not as they were behind the latest batch."""
-        changed: set[str] = set()
-        for before, part in zip(self._left or (), self._holders, strict=False):
-            kind, of = type(part).__qualname__, vars(part)
-            for name in {**before, **of}.keys() - (names_told(part) or ()):
-                old, new = before.get(name, _MISSING), of.get(name, _MISSING)
-                is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
-                changed |= set() if is_same else {f"{kind}.{name}"}
-        for sizes, part in zip(self._sizes, self._holders, strict=False):
-            names = changed_names(sizes, _sizes_in(part)) - {*(names_told(part) or ())}
-            changed |= {f"{type(part).__qualname__}.{name}" for name in names}
-        return changed
 
 
 def _sizes_in(part: Any) -> dict[str, str]:

@@ -84,7 +84,7 @@ class IterableOrder(StreamReader):
         # Of one that is told the epoch, what it holds is another in each.
         self._is_untold = self.settings.counts_passes and not is_told(self.dataset)
         self._built = digest_of_dataset(self.dataset) if self._is_untold else ""
-        is_watched = self.begins_anew and self.settings.is_checked and not gives_batches
+        is_watched = self.begins_anew and self.settings.is_checked
         # Nothing of the dataset that lives on in workers is set from here.
         self._copies = PersistentCopies(self.dataset) if is_watched and self._shares_workers else None
         # But for what lies in shared memory.
@@ -322,12 +322,19 @@ class IterableOrder(StreamReader):
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """As of other readers, and what was set on the dataset between passes."""
         details = super().details_at(epoch, step)
+        if not step and self._epoch == epoch - 1:
+            self._note_cut()
         details |= {} if self._watch is None else self._watch.state(within=step > 0)
         details |= {} if self._copied is None or step else self._copied.noted()
         within = {} if self._within is None else self._within.state(epoch, step)
         details |= {"set_within": within} if within else {}
         copies = {} if self._copies is None else self._copies.state()
         return {**details, "copies": copies} if copies else details
+
+    def _note_cut(self) -> None:
+        """The latest pass is left where it is, perhaps before its end: what has changed since was set by others."""
+        if self._watch is not None and self._within is not None:
+            self._watch.note_set(self._within.changed())
 
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
@@ -345,6 +352,8 @@ class IterableOrder(StreamReader):
         self._stood = ""
         if self._copies is not None:
             self._copies.note_begin(is_started=self.worker_iterator is not None)
+        if not step:
+            self._note_cut()
         if self._watch is not None:
             self._watch.note_begin()
         if self._within is not None:
