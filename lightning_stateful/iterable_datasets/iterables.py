@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from lightning_stateful.core.seeding import mixed_seed
-from lightning_stateful.errors import PositionError, ShardError, StateError
+from lightning_stateful.errors import PositionError, Remark, ShardError, StateError, some_of
 from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
 from lightning_stateful.iterable_datasets.dataset_parts import parts_of
 from lightning_stateful.iterable_datasets.earlier_passes import EarlierPasses
@@ -55,6 +55,7 @@ class IterableConfig:
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         kinds_alike: Kinds of the process's generators whose seeds are the same on all ranks, those of rank 0.
         told: Tells the epoch to those that have ``set_epoch``.
+        set_by_hooks: Names of attributes that hooks had set when the state was taken that is loaded.
     """
 
     dataset: Any
@@ -69,6 +70,7 @@ class IterableConfig:
     beginning: Any = None
     kinds_alike: frozenset[str] = frozenset()
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
+    set_by_hooks: tuple[str, ...] = field(default=(), compare=False)
     # It finds out its worker from torch.utils.data.get_worker_info().
     hides_workers: ClassVar[bool] = False
 
@@ -291,22 +293,29 @@ class IterableSlot:
         many = number + since + ended["more"]
         self._history.lasting |= ended.get("kept", {}).keys()
         self._history[self._number] = -1 - many if ended["over"] else many
-        # From a state at its end some begin anew at once, and others once they have found nothing.
-        if self._is_exhausted or not ended["over"] or not is_same:
-            self._leave(ended, is_same)
-            return
-        # It is the first sample of the pass, and draws as such.
-        self._seed(self.epoch, 0)
-        if found := self.read_samples(1):
-            self._found, self._drawn = found, Randomness.now()
-        else:
-            self._leave(ended, is_same)
-
-    def _leave(self, ended: NodeState, is_same: bool) -> None:
-        """Let go of the pass before; if it has come to its end, say what the dataset does not hold as it did then."""
-        if is_same and ended["over"] and self._is_exhausted:
+        if ended["over"] and not self._is_exhausted:
+            # From a state at its end some begin anew at once, and others once they have found nothing. What is found is
+            # the first sample of the pass, and draws as such.
+            self._seed(self.epoch, 0)
+            found = self.read_samples(1)
+            if found and is_same:
+                self._found, self._drawn = found, Randomness.now()
+                return
+        is_at_end = ended["over"] and self._is_exhausted
+        if not is_same:
+            self._say_other(number, is_at_end=is_at_end)
+        elif is_at_end:
             self.said += self._kept.said(ended, self._name())
         self.close()
+
+    def _say_other(self, number: int, *, is_at_end: bool) -> None:
+        """Say that the pass before has given other samples; if it ends where it did, hooks may be the cause."""
+        said = f"{self._name()} gives other samples from batch {number} of pass {self.epoch - 1} on"
+        by_hooks = self._config.set_by_hooks
+        if by_hooks and is_at_end:
+            self.said.append(Remark(f"{said}, perhaps because hooks have set {some_of(by_hooks)} since: {PERHAPS}"))
+        else:
+            self.said.append(f"{said}: {PERHAPS}")
 
     def _read_again(self, held: NodeState) -> None:
         """Read, and leave out, what was given since the state, or the beginning of the pass."""
@@ -330,7 +339,11 @@ class IterableSlot:
             self.said += first.compare(held["samples"], where, known=self.said, **how)
 
     def _is_read_again(self, held: NodeState, epoch: int, number: int) -> bool:
-        """Read again what was given since a state of the dataset's own; whether it is the same, and say if not."""
+        """Read again what was given since a state of the dataset's own, and say if that is other in this pass.
+
+        Returns:
+            Whether it is the same.
+        """
         first = None
         for later in range(number, number + held["since"]):
             batch = self.read_batch(epoch, later)
@@ -341,10 +354,9 @@ class IterableSlot:
             if epoch == self.epoch:
                 self._take_state_again(later + 1)
         is_same = not held["since"] or not self._config.is_checked or first == held["first"]
-        if not is_same:
-            cost = INEXACT if epoch == self.epoch else PERHAPS
-            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {cost}")
-        elif not held.get("more") and not held["over"]:
+        if not is_same and epoch == self.epoch:
+            self.said.append(f"{self._name()} gives other samples from batch {number} of pass {epoch} on: {INEXACT}")
+        if is_same and not held.get("more") and not held["over"]:
             self.said += self._kept.said(held, self._name())
         return is_same
 

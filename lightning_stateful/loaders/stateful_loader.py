@@ -282,7 +282,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """See :meth:`TrackedLoader.plan_aside`."""
         order = self.order
         if not isinstance(order, WrappedSampler):
-            return None
+            return (self.plan(epoch), 0) if of_copy else None
         if of_copy:
             order = order.replaced(sampler=order.copied().sampler, repeats_first_epoch=True)
         return order.plan(epoch, self.topology.num_replicas, Progress(epoch=epoch, cycle=ASIDE)), 0

@@ -144,6 +144,10 @@ class LoopProgress:
         """The epoch and step of the batch that comes next: after the last batch of an epoch, the next epoch."""
         return (self.epoch + 1, 0) if self.ended else (self.epoch, self.batch)
 
+    def has_ended(self, epoch: int) -> bool:
+        """Whether it stands behind the last batch of an epoch."""
+        return self.ended and self.epoch == epoch
+
     def at_step(self, step: int, *, ended: bool) -> LoopProgress:
         """The same progress within a running epoch in steps of the present ranks and batch sizes.
 

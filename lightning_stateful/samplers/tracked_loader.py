@@ -98,11 +98,12 @@ class TrackedLoader(Tracked):
         """From the next pass on keep what tells the samples of the batch that was given last apart."""
 
     def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
-        """Plan another pass over a user's sampler within an epoch, and its first step; None for other orders.
+        """Plan another pass within an epoch, and its first step; None for one that counts as the epoch's own.
 
         Args:
             epoch: The epoch.
-            of_copy: Iterate a copy, so that the sampler stays as it is.
+            of_copy: Leave the position, and a user's sampler, as they are. Else only passes over a user's sampler are
+                planned so.
         """
         return None
 

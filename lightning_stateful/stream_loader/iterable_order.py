@@ -230,13 +230,13 @@ class IterableOrder(StreamReader):
                 run.close()
 
     def _note_moved(self, at: tuple[int, int], is_moved: bool) -> None:
-        """Warn where the pass that a resume begins with is begun a second time, as Lightning 2.5.0 does."""
+        """Warn where the pass that a resume begins with is begun a second time, by a hook or by Lightning 2.5.0."""
         is_again = not is_moved and at == self._moved_to and self.settings.is_checked and self._is_first
         if is_again and self._attributes is not None and self._attributes.are_changed:
             warnings.warn(
-                f"{self.name} changes itself from pass to pass, and the first pass of the resume was begun twice, as "
-                "by Lightning 2.5.0: the resume is not exact. Install a later version of Lightning, or give it "
-                "state_dict and load_state_dict.",
+                f"{self.name} changes itself from pass to pass, and the first pass of the resume was begun twice: by a "
+                "hook that looks at a batch, or by Lightning 2.5.0. The resume is not exact. Look at batches of a "
+                "loader of its own, install a later version of Lightning, or give it state_dict and load_state_dict.",
                 StatefulWarning,
                 stacklevel=4,
             )
@@ -308,9 +308,10 @@ class IterableOrder(StreamReader):
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
+        by_hooks = {*progress.details.get("set", {}), *progress.details.get("set_within", {}).get("within", {})}
+        self.settings = replace(self.settings, set_by_hooks=tuple(sorted(by_hooks)))
         if self._attributes is not None:
-            within = progress.details.get("set_within", {}).get("within", {})
-            self._attributes.set_by_hooks = {*progress.details.get("set", {}), *within}
+            self._attributes.set_by_hooks = by_hooks
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 

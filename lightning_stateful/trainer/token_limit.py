@@ -58,7 +58,7 @@ class TokenLimit:
             # A resume of a save at the epoch's last batch goes on in the next one.
             after = self._after_epoch(combined, step) if step else dict(self._before)
             return {"epoch": epoch, "before": dict(self._before), "after": after}
-        last = progress.batch if progress.ended and progress.epoch == self._epoch else self._step
+        last = progress.batch if progress.has_ended(self._epoch) else self._step
         return {"epoch": epoch, "before": self._after_epoch(combined, last)}
 
     def load(self, combined: CombinedLoaders, saved: Mapping[str, Any] | None, progress: LoopProgress) -> None:

@@ -436,12 +436,10 @@ class TrainLoaders:
             self.content.note_begin(path)
         odd_datasets.warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         epoch, step = self._next_step()
-        self._first_steps[path] = step
-        resumed = self._resumed_at
-        # An epoch that had ended before it was resumed has no further batch, even if its length is not known.
-        has_ended = resumed is not None and resumed.ended and resumed.epoch == epoch
-        # The rest of a limited epoch is not read, even where Lightning asks for one batch too many.
-        if has_ended or loop_progress.step_is_beyond_epoch(self._trainer, step):
+        self._first_steps[path], resumed = step, self._resumed_at
+        # An epoch that had ended before it was resumed has no further batch, even if its length is not known. The rest
+        # of a limited epoch is not read, even where Lightning asks for one batch too many.
+        if (resumed and resumed.has_ended(epoch)) or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
         begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
         self._pass_seeds.begin(self.combined, path, epoch, begun=begun)
@@ -449,17 +447,19 @@ class TrainLoaders:
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
     def _aside(self, path: str, iterator: Any) -> Any:
-        loader, (epoch, step) = self.combined.loaders[path], self._next_step()
-        again = self._resumed_at is not None and in_hook(self._trainer, "on_train_start")
+        loader, (epoch, step), resumed = self.combined.loaders[path], self._next_step(), self._resumed_at
+        again = resumed is not None and in_hook(self._trainer, "on_train_start")
         if is_iterated_by_loop(self._trainer, iterator):
-            early = None if self._training_began or not epoch > 0 == step else self._resumed_at
+            early = None if self._training_began or not epoch > 0 == step else resumed
             return None if early is None else loop_progress.read_later(self._trainer, early)
         if not (step or again):
             if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
                 # That hook looks again on a resume.
                 loader.order.memory.note_look()
             return None
-        return loader.plan_aside(epoch, of_copy=again)
+        next_epoch = epoch + (again and resumed is not None and resumed.has_ended(epoch))
+        beside = loader.plan_aside(next_epoch, of_copy=again)
+        return self.combined.begin_at(path, next_epoch, 0) if beside is None and next_epoch > epoch else beside
 
     def _next_step(self) -> tuple[int, int]:
         """Epoch and step of the next batch: where the run was resumed, until Lightning has restored its counters."""

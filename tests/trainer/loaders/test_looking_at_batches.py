@@ -12,7 +12,7 @@ import pytest
 from harm.basics import LENGTH, permutation
 from harm.runs import Run, train
 from harm.table import Entry, WithCallback
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 
 class Looks(pl.Callback):
@@ -21,8 +21,7 @@ class Looks(pl.Callback):
     def __init__(self, hook: str) -> None:
         def look(trainer: Any, module: Any, *arguments: Any) -> None:
             if not arguments or arguments[-1] == 2:
-                for _ in trainer.train_dataloader:
-                    break
+                next(iter(trainer.train_dataloader))
 
         setattr(self, hook, look)
 
@@ -68,7 +67,11 @@ class Told(Counts):
         return iter(random.Random(100 * self.epoch + self.seed).sample(range(LENGTH), LENGTH))
 
 
-def runs(tmp_path: Path, sampler: type[Sampler[int]], hook: str, stops: tuple[int, ...]) -> tuple[Run, dict[int, Run]]:
+def no_sampler() -> None:
+    """In place of a sampler: the DataLoader takes samples in order."""
+
+
+def runs(tmp_path: Path, sampler: Any, hook: str, stops: tuple[int, ...]) -> tuple[Run, dict[int, Run]]:
     """A whole run, equal to one without the callback, and the resumes after so many batches."""
     entry = Entry(WithCallback(sampler, lambda _: Looks(hook)), "equal")
     plain, whole = (train(entry, own=own) for own in (False, True))
@@ -82,9 +85,9 @@ def runs(tmp_path: Path, sampler: type[Sampler[int]], hook: str, stops: tuple[in
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
-@pytest.mark.parametrize("sampler", [Counts, Told])
+@pytest.mark.parametrize("sampler", [Counts, Told, no_sampler])
 def test_a_look_between_epochs_counts_as_in_torch_and_a_resume_is_exact(
-    tmp_path: Path, sampler: type[Sampler[int]], hook: str
+    tmp_path: Path, sampler: Any, hook: str
 ) -> None:
     whole, resumed = runs(tmp_path, sampler, hook, (3, 6, 8))
     assert whole.said == []
@@ -110,3 +113,22 @@ def test_a_look_between_epochs_is_in_a_checkpoint_of_the_same_hook(tmp_path: Pat
     whole = train(entry)
     again = train(entry, ckpt_path=tmp_path / "behind.ckpt")
     assert (again.trained, again.error, again.said) == (whole.trained[trained:], "", [])
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+class WithLength(Stream):
+    def __len__(self) -> int:
+        return LENGTH
+
+
+@pytest.mark.parametrize("kind", [Stream, WithLength])
+def test_a_look_at_an_iterable_dataset_finds_a_batch_where_an_epoch_had_ended(tmp_path: Path, kind: Any) -> None:
+    entry = Entry(WithCallback(kind, lambda _: Looks("on_train_start"), "dataset"), "equal")
+    whole = train(entry, save=tmp_path / "end.ckpt", after=6)
+    again = train(entry, ckpt_path=tmp_path / "end.ckpt")
+    assert (again.trained, again.error) == (whole.trained[6:], "")
+    assert all("Look at batches of a loader of its own" in one for one in again.said)

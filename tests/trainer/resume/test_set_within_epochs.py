@@ -1,4 +1,4 @@
-"""Attributes of an iterable dataset that a hook sets within an epoch, or where one is cut, and a resume's words."""
+"""Attributes of an iterable dataset that a hook sets within an epoch, and what a resume says of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities import CombinedLoader
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -120,90 +119,3 @@ def test_nothing_is_kept_of_what_the_dataset_changes_itself(tmp_path: Path) -> N
     fit(Scaled, tmp_path, after=-1)
     for step in (5, BATCHES):
         assert not fit(Scaled, tmp_path, step, after=-1)[1]
-
-
-class RecordsFirst(Records):
-    """Keeps what the first of several loaders gives."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0], batch_idx)
-
-
-class Short(IterableDataset[Any]):
-    """Ends before the other does, which nobody knows before."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(8))
-
-
-class SetsAt(pl.Callback):
-    """Sets the level in a hook of each epoch, by the epoch or by what it was, and saves where epochs end."""
-
-    def __init__(self, dataset: Scaled, folder: Path, hook: str, *, adds: bool) -> None:
-        self.dataset, self.folder, self.adds = dataset, folder, adds
-        setattr(self, hook, self.put)
-
-    def put(self, trainer: pl.Trainer, module: Any) -> None:
-        self.dataset.level = self.dataset.level + 1 if self.adds else trainer.current_epoch + 1.0
-
-
-class SavesAtEnd(pl.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
-
-
-def fit_beside(
-    folder: Path, hook: str, *, adds: bool, epoch: int = -1, kind: Any = Scaled
-) -> tuple[list[Any], list[str]]:
-    """The batches of a dataset beside a shorter one, whose end cuts its passes, and the warnings of this package."""
-    dataset, model = kind(), RecordsFirst()
-    callbacks = [SetsAt(dataset, folder, hook, adds=adds), SavesAtEnd(folder), StatefulDataCallback(seed=0)]
-    trainer = quiet_trainer(*callbacks, max_epochs=3, limit_val_batches=0)
-    loaders = CombinedLoader([DataLoader(dataset, batch_size=2), DataLoader(Short(), batch_size=2)], "min_size")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(model, loaders, ckpt_path=folder / f"{epoch}.ckpt" if epoch >= 0 else None)
-    return model.trained, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
-
-
-BETWEEN = "Scaled.level was changed between two epochs"
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_what_a_hook_sets_between_cut_passes_is_not_taken_for_what_they_change(tmp_path: Path, epoch: int) -> None:
-    whole, said = fit_beside(tmp_path, "on_train_epoch_start", adds=False)
-    assert [BETWEEN in one for one in said] == [True]
-    resumed, said = fit_beside(tmp_path, "on_train_epoch_start", adds=False, epoch=epoch)
-    assert resumed == whole[4 * (epoch + 1) :]
-    assert all(BETWEEN in one for one in said), said
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_what_a_hook_adds_to_between_cut_passes_is_named(tmp_path: Path, epoch: int) -> None:
-    whole, said = fit_beside(tmp_path, "on_train_epoch_end", adds=True)
-    assert [BETWEEN in one for one in said] == [True]
-    resumed, said = fit_beside(tmp_path, "on_train_epoch_end", adds=True, epoch=epoch)
-    assert resumed != whole[4 * (epoch + 1) :]
-    assert any("Scaled.level was set between two epochs in the run that wrote the checkpoint" in one for one in said)
-
-
-class Closes(Scaled):
-    """Counts the passes that were left, and cleans up behind each."""
-
-    left = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from super().__iter__()
-        finally:
-            self.left += 1
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_nothing_is_said_of_what_a_cut_pass_changes_as_it_is_left(tmp_path: Path, epoch: int) -> None:
-    whole, said = fit_beside(tmp_path, "on_fit_start", adds=False, kind=Closes)
-    resumed, said_then = fit_beside(tmp_path, "on_fit_start", adds=False, kind=Closes, epoch=epoch)
-    assert (resumed, said, said_then) == (whole[4 * (epoch + 1) :], [], [])

@@ -1,0 +1,159 @@
+"""Attributes of an iterable dataset that a hook sets between two of its passes, and what a resume says of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import CombinedLoader
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning
+
+BETWEEN = "Scaled.level was changed between two epochs"
+BESIDE, ALONE = 4, 8
+
+
+class Scaled(IterableDataset[Any]):
+    """Samples that follow from a level that a hook sets; it counts what it has given."""
+
+    level = 0.0
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = 0
+        for number in range(2 * ALONE):
+            self.given += 1
+            yield number + 100 * self.level
+
+
+class Closes(Scaled):
+    """Counts the passes that were left, as each is closed."""
+
+    left = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from super().__iter__()
+        finally:
+            self.left += 1
+
+
+class HasState(Scaled):
+    """Has a state of its own, from which a pass goes on."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.given < 2 * ALONE:
+            self.given += 1
+            yield self.given + 100 * self.level
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Short(IterableDataset[Any]):
+    """Ends before the other does, which nobody knows before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(2 * BESIDE))
+
+
+class Records(BoringModel):
+    """Keeps what the first of perhaps several loaders gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append((batch[0] if isinstance(batch, list) else batch).tolist())
+        return self.layer(torch.ones(1, 32)).sum()
+
+
+class SetsAndSaves(pl.Callback):
+    """Sets the level in a hook of each epoch, by the epoch or by what it was; saves where epochs end."""
+
+    def __init__(self, dataset: Scaled, folder: Path, hook: str, *, adds: bool) -> None:
+        self.dataset, self.folder, self.hook, self.adds = dataset, folder, hook, adds
+
+    def put(self, trainer: pl.Trainer, hook: str) -> None:
+        if hook == self.hook:
+            self.dataset.level = self.dataset.level + 1 if self.adds else trainer.current_epoch + 1.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.put(trainer, "on_train_epoch_start")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.put(trainer, "on_train_epoch_end")
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+def fit(
+    folder: Path, hook: str, *, kind: Any = Scaled, is_beside: bool = True, adds: bool = False, epoch: int = -1
+) -> tuple[list[Any], list[str]]:
+    """The batches of a dataset, and the warnings of this package.
+
+    Args:
+        folder: Where checkpoints are.
+        hook: The hook that sets the level; empty for none.
+        kind: The dataset.
+        is_beside: Whether another dataset is read beside it, whose end cuts its passes.
+        adds: Whether the hook adds to the level; else it goes by the epoch.
+        epoch: The epoch behind which to go on.
+    """
+    dataset, model = kind(), Records()
+    callbacks = [SetsAndSaves(dataset, folder, hook, adds=adds), StatefulDataCallback(seed=0)]
+    trainer = quiet_trainer(*callbacks, max_epochs=3, limit_val_batches=0)
+    loader: Any = DataLoader(dataset, batch_size=2)
+    loader = CombinedLoader([loader, DataLoader(Short(), batch_size=2)], "min_size") if is_beside else loader
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader, ckpt_path=folder / f"{epoch}.ckpt" if epoch >= 0 else None)
+    return model.trained, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_what_a_hook_sets_between_cut_passes_is_not_taken_for_what_they_change(tmp_path: Path, epoch: int) -> None:
+    whole, said = fit(tmp_path, "on_train_epoch_start")
+    assert [BETWEEN in one for one in said] == [True]
+    resumed, said = fit(tmp_path, "on_train_epoch_start", epoch=epoch)
+    assert resumed == whole[BESIDE * (epoch + 1) :]
+    assert all(BETWEEN in one for one in said), said
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_what_a_hook_adds_to_between_cut_passes_is_named(tmp_path: Path, epoch: int) -> None:
+    whole, said = fit(tmp_path, "on_train_epoch_end", adds=True)
+    assert [BETWEEN in one for one in said] == [True]
+    resumed, said = fit(tmp_path, "on_train_epoch_end", adds=True, epoch=epoch)
+    assert resumed != whole[BESIDE * (epoch + 1) :]
+    assert any("Scaled.level was set between two epochs in the run that wrote the checkpoint" in one for one in said)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_nothing_is_said_of_what_a_cut_pass_changes_as_it_is_left(tmp_path: Path, epoch: int) -> None:
+    whole, said = fit(tmp_path, "", kind=Closes)
+    resumed, said_then = fit(tmp_path, "", kind=Closes, epoch=epoch)
+    assert (resumed, said, said_then) == (whole[BESIDE * (epoch + 1) :], [], [])
+
+
+def test_that_an_ended_pass_is_read_again_with_another_level_is_left_to_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _ = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    resumed, said = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False, epoch=1)
+    assert (resumed, said) == (whole[2 * ALONE :], [])
+    assert "of pass 1 on, perhaps because hooks have set HasState.level since: that pass is over" in caplog.text
