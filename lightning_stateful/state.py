@@ -388,14 +388,18 @@ def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict
 
 
 def _as_when_saved(before: dict[str, Any], saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration; of the data, or of the sampler, as it was when saved where all of it is so at present."""
+    """A saved configuration; of the data, or of the sampler, as it was when saved where all of it is so at present.
+
+    Or the sampler is as it was when the epoch began that was saved.
+    """
     changed: Mapping[str, Any] = saved.get("changed", {})
     for of_data in (True, False):
         values = {name: value for name, value in changed.items() if name.startswith("dataset.") is of_data}
         if values and all(value_at(present["config"], name) == value for name, value in values.items()):
             for name, value in values.items():
                 before = _replaced(before, name.split("."), value)
-    return before
+    began = value_at(saved, "progress.began")
+    return {**before, "sequence": began} if began and began == value_at(present, "config.sequence") else before
 
 
 def value_at(config: Any, name: str) -> Any:

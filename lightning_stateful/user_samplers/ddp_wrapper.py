@@ -14,7 +14,7 @@ from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.wrapped_sampler import Length, Tail, WrappedSampler, knows_how_to_split
+from lightning_stateful.user_samplers.wrapped_sampler import Length, Tail, WrappedSampler
 
 
 class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
@@ -145,4 +145,10 @@ def _yields_batches(order: WrappedSampler) -> bool:
         return first.ndim > 0
     # A tuple names a sample, of a dataset of several, say.
     listed = isinstance(first, Sequence) and not isinstance(first, (str, bytes, tuple))
-    return listed or knows_how_to_split(first)
+    return listed or _knows_how_to_split(first)
+
+
+def _knows_how_to_split(batch: object) -> bool:
+    """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
+    others = (str, bytes, bytearray, torch.Tensor)
+    return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))

@@ -271,6 +271,10 @@ class UserSampler(Protocol):
         """The way its items come to ranks."""
 
     @property
+    def sequence(self) -> str:
+        """Digest of the first epoch, of this rank, as it was tried."""
+
+    @property
     def resume_mode(self) -> ResumeMode:
         """The way in which a resume brings it to an item."""
 

@@ -1,7 +1,8 @@
 """The epoch of a user's sampler that a resume goes on within: what a state says of it, and how many items it has.
 
 A length may follow from what hooks set, and these are called behind the state is loaded. Until they are over, the epoch
-is taken to be as long as it was in the run that wrote the state.
+is taken to be as long as it was in the run that wrote the state. What the sampler yields may follow from what training
+writes: then an epoch that is begun again may go on otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lightning_stateful.errors import PositionError
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
+from lightning_stateful.user_samplers.sampler_check import sequence_now
 from lightning_stateful.user_samplers.sampler_pass import warn
+from lightning_stateful.user_samplers.sampler_trial import reads_training
 
 # The name of the length in a configuration, and in its changes.
 _LENGTH = "sampler.length"
@@ -108,6 +111,50 @@ def refuse_beyond(order: UserSampler, here: Progress, num_items: int | None) -> 
             f"{here.consumed} {order.unit} of epoch {here.epoch} were consumed, but {order.name} yields only "
             f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
         )
+
+
+def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Digests of the first epoch of a sampler that the epoch of a state may be begun with; none if none is known.
+
+    Args:
+        state: A state of the sampler.
+        config: The configuration of the sampler, as it is built here.
+
+    Returns:
+        That of when the epoch began; and that of the sampler as it is built, where another warning speaks of that.
+    """
+    progress, when_saved = state["progress"], state.get("changed", {}).get("sequence")
+    # Before training had changed it, it was as built.
+    began = progress.get("began") or (value_at(state["config"], "sequence") if when_saved else None)
+    if not progress["consumed"] or not isinstance(began, str):
+        return ()
+    return (began, config["sequence"]) if when_saved not in (None, config["sequence"]) else (began,)
+
+
+def begins_as(order: UserSampler, before: tuple[str, ...], *, is_within: bool, is_changed: bool) -> tuple[str, ...]:
+    """Digest of the first epoch of a sampler as it is when a pass begins; none of one that training does not change.
+
+    Args:
+        order: The sampler.
+        before: That of the pass before, or those that an epoch may be begun with again; none if none is known.
+        is_within: Whether an epoch is begun again that goes on within.
+        is_changed: Whether training is known to have changed it.
+
+    Warns:
+        StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
+    """
+    if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
+        return before
+    now = sequence_now(order, order.sequence)
+    if is_within and before and now not in before:
+        warn(
+            f"{order.name} goes on with an epoch that was begun when it would have yielded something else than it does "
+            "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "
+            "an epoch begins it again, so what is left of the epoch may not be what was left, and the resume is not "
+            "exact. Save what the epoch is begun with, and restore that before the first batch; or give the sampler "
+            "state_dict and load_state_dict."
+        )
+    return (now,)
 
 
 def check_details(order: UserSampler, here: Progress) -> None:

@@ -44,6 +44,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     begins_anew_when_asked,
     copy_as_now,
     fresh_copy,
+    reads_training,
 )
 
 # Seconds to the first items that are too much for each save.
@@ -267,7 +268,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         with tried.entered():
             begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
         # All of the epoch only where there is a sign of a change: it may take a while at each save.
-        is_as_tried = contents == facts.contents or held == [facts.told]
+        is_as_tried = (contents == facts.contents or held == [facts.told]) and not reads_training(order)
         now = sequence if is_as_tried and begins == sequence.partition("-")[0] else ""
         now = now or first_sequence(order, order.sampler)
         if now == sequence:

@@ -20,6 +20,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     surroundings_of,
 )
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
+from lightning_stateful.user_samplers import sampler_check
 from lightning_stateful.user_samplers.earlier_passes import (
     CopyInStep,
     LeftIterator,
@@ -29,7 +30,7 @@ from lightning_stateful.user_samplers.earlier_passes import (
     spelled_out,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
-from lightning_stateful.user_samplers.sampler_check import first_sequence, holds_as_tried, yields_otherwise
+from lightning_stateful.user_samplers.resumed_epoch import begins_as
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
 _InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -57,10 +58,10 @@ class SamplerMemory:
         is_told_first: Whether the next epoch is told before the iterator of the latest is dropped, as Lightning does.
         is_listed: Whether Lightning alone would deal a sampler of samples out of a list of all that it yields.
         looked_at: What decided what the sampler yields when a save has last compared that; empty before.
+        begins_as: Of one that training changes, or may, digest of its first epoch as it was when the latest began, or
+            several that are right for an epoch to be begun again.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
-
-    has_changed: bool
 
     def __init__(self, parts: SamplerParts) -> None:
         self.generators: tuple[Path, ...] = tuple(parts.generators)
@@ -72,11 +73,10 @@ class SamplerMemory:
         self._uses: set[bool] = set()
         # The epoch within which training is to go on, until it has begun here.
         self._awaited: int | None = None
-        self.has_changed = False
-        self.first_epoch = 0
+        self.has_changed, self.first_epoch = False, 0
         self.is_in_trainer = self.is_told_first = self.is_listed = False
         self._as_tried: _InEpoch = nullcontext
-        self.looked_at: tuple[Any, ...] = ()
+        self.looked_at, self.begins_as = tuple[Any, ...](), tuple[str, ...]()
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
         # The passes of the latest state that were begun again.
@@ -204,6 +204,8 @@ class SamplerMemory:
             self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
+        is_changed = "changed" in self._warned
+        self.begins_as = begins_as(order, self.begins_as, is_within=begun.is_within, is_changed=is_changed)
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with, self._began_with = begun, "", now
@@ -278,15 +280,16 @@ class SamplerMemory:
         if order.is_known:
             return True
         if not order.facts.remembers:
-            is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and holds_as_tried(order)
-            return not is_as_tried and yields_otherwise(order)
-        if held[1] != self._contents[1] and yields_otherwise(order):
+            is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_check.holds_as_tried(order)
+            return not is_as_tried and sampler_check.yields_otherwise(order)
+        if held[1] != self._contents[1] and sampler_check.yields_otherwise(order):
             return True
         if held[0] == self._contents[0] or order.facts.error:
             return False
+        first = partial(sampler_check.first_sequence, order)
         with suppress(Exception):
-            now = first_sequence(order, order.sampler)
-            return now != order.facts.sequence and not self.follows(order, now, partial(first_sequence, order))
+            now = first(order.sampler)
+            return now != order.facts.sequence and not self.follows(order, now, first)
         return False
 
     def follows(self, order: UserSampler, value: object, of: Callable[[Any], object]) -> bool:
@@ -412,8 +415,7 @@ class SamplerMemory:
         Raises:
             PositionError: Others were begun in this process.
         """
-        earlier = spelled_out(told_of)
-        started, known = time.perf_counter(), len(self.passes)
+        earlier, started, known = spelled_out(told_of), time.perf_counter(), len(self.passes)
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.
             return

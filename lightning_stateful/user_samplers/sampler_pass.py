@@ -116,6 +116,11 @@ class SamplerPass:
         """Whether it begins by the sampler's own state."""
         return self._expected[2] is not None
 
+    @property
+    def is_within(self) -> bool:
+        """Whether it begins an epoch again, of which items were used."""
+        return self._first > 0 and not self.has_state
+
     def look_ahead(self, count: int) -> int:
         """Draw until ``count`` items are ready, unless the sampler ends; how many are."""
         if len(self._ready) < count and self.end is None and self._failure is None:

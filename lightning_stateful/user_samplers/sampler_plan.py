@@ -43,6 +43,8 @@ class SamplerEpochPlan:
     def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
         self.order, self._num_replicas, self._begun = order, num_replicas, begun
         self._latest: SamplerPass | None = None
+        if (began := begun.details.get("began")) and not order.memory.begins_as:
+            order.memory.begins_as = (began,)
         # Items of the epoch, once a pass has begun or ended before its time; until then the sampler is asked.
         self._fixed: tuple[int | None] | None = None
         # Those that the sampler itself has said as the pass began, or did in the run that is resumed.
@@ -157,6 +159,9 @@ class SamplerEpochPlan:
             since = begun.details.get("since") if is_unread else order.memory.passes_since(begun.epoch, begun.cycle)
             # Only where an evaluation loader shares the sampler.
             details |= {"since": since} if since else {}
+        began = [begun.details.get("began")] if self._latest is None else order.memory.begins_as
+        if order.is_trained_on and any(began) and begun.consumed + served:
+            details["began"] = began[0]
         if order.is_trained_on:
             details["items"] = self._noted if begun.consumed + served else None
         return replace(begun, consumed=begun.consumed + served, details=details)

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_stateful.generators.attributes import is_lightnings
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
+    SamplerParts,
     digest_of_contents,
     digest_of_generators,
     surroundings_of,
@@ -220,6 +222,12 @@ def copy_as_now(order: UserSampler, sampler: Any) -> IteratedSampler:
     with told(order.dealing.settings):
         copied = SamplerCopy(sampler, order.dataset)
     return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+
+
+def reads_training(order: UserSampler) -> bool:
+    """Whether a sampler holds a model, an optimizer or an object of Lightning's, which training changes."""
+    shared = SamplerParts(order.sampler, order.dataset).shared
+    return any(isinstance(part, (torch.nn.Module, torch.optim.Optimizer)) or is_lightnings(part) for part in shared)
 
 
 # Functions that open a file to write it, or may.

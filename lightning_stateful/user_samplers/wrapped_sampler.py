@@ -32,7 +32,7 @@ from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either
 from lightning_stateful.state import accepted_names, value_at
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, check_details, refuse_beyond
+from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, began_as, check_details, refuse_beyond
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -145,7 +145,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT)}
+        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), "began?": str}
 
     @property
     def whole_batches(self) -> bool:
@@ -337,8 +337,12 @@ class WrappedSampler:
         if dealing.is_own and self.is_dealt_out:
             # Of their own are sequences of a sampler that deals out by itself.
             config["ranks"] = vars(self)["_met"][0]
-        sequence = dealing.begins or self.facts.sequence
-        return config | {"sequence": "" if "nondeterministic" in self.accept else sequence}
+        return config | {"sequence": "" if "nondeterministic" in self.accept else dealing.begins or self.facts.sequence}
+
+    @property
+    def sequence(self) -> str:
+        """Digest of the first epoch, of this rank, as it was tried."""
+        return str(_of_this_rank(self.dealing.begins or self.facts.sequence))
 
     def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
@@ -428,8 +432,12 @@ class WrappedSampler:
         return self.num_items
 
     def await_length(self, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None) -> None:
-        """Take an epoch to be as long as a state says until :meth:`end_awaiting`; see :meth:`AwaitedLength.of`."""
+        """Take an epoch to have begun, and until :meth:`end_awaiting` to be as long, as a state says.
+
+        See :func:`~.resumed_epoch.began_as` and :meth:`AwaitedLength.of`.
+        """
         vars(self)["_awaited"] = AwaitedLength.of(self, state, config, of_ended) if self.is_trained_on else None
+        self.memory.begins_as = began_as(state, config) if self.is_trained_on else ()
 
     def end_awaiting(self) -> None:
         """Ask the sampler itself from now on, and see that it is as long as it was; see :class:`AwaitedLength`."""
@@ -490,9 +498,3 @@ def _of_this_rank(value: Any) -> Any:
 def _rank_of_process() -> int:
     """The rank of this process in its group; 0 without one, where nobody can tell."""
     return detect_topology(2, 0).rank if not torch.distributed.is_initialized() else detect_topology().rank
-
-
-def knows_how_to_split(batch: object) -> bool:
-    """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
-    others = (str, bytes, bytearray, torch.Tensor)
-    return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))

@@ -97,15 +97,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class WithCallback:
-    """A DataLoader with a sampler, or another ``part``, that a callback of the same user's knows."""
+    """A DataLoader with a sampler, or something in another role, that a callback of the same user's knows."""
 
     sampler: Callable[[], Any]
     callback: Callable[[Any], pl.Callback]
-    part: str = "sampler"
+    role: str = "sampler"
 
     def __call__(self, workers: int) -> tuple[Callable[[], DataLoader[Any]], pl.Callback]:
         sampler = self.sampler()
-        return lambda: loader(workers, **{self.part: sampler}), self.callback(sampler)
+        return lambda: loader(workers, **{self.role: sampler}), self.callback(sampler)
 
 
 def of(make: Callable[[], Any], **options: Any) -> Callable[[int], DataLoader[Any]]:

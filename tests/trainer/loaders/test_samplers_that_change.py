@@ -199,17 +199,6 @@ def by_dataset(dataset: Callable[[], Any], sampler: Callable[[Any], Any]) -> Cal
     return make
 
 
-@dataclass(frozen=True)
-class Changed(WithCallback):
-    """A DataLoader and a callback that changes a part of it."""
-
-    role: str = "sampler"
-
-    def __call__(self, workers: int) -> Any:
-        made = self.sampler()
-        return lambda: loader(workers, **{self.role: made}), self.callback(made)
-
-
 @pytest.mark.parametrize(
     ("make", "stops"),
     [
@@ -241,7 +230,7 @@ def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Pa
         pytest.param(of(KeepsLate), "runs", {9: "exact", 12: "warned", 14: "refused"}, id="a later pass"),
         *(
             pytest.param(
-                Changed(kind, partial(Sets, "on_train_batch_end", set_weights)),
+                WithCallback(kind, partial(Sets, "on_train_batch_end", set_weights)),
                 "runs",
                 {3: "warned", 6: "warned", 9: "refused"},
                 id=f"weights, {name}",
@@ -271,7 +260,7 @@ def test_what_training_changes_is_warned_of(tmp_path: Path, make: Any, same: str
 def test_set_epoch_as_a_user_calls_it_wins(
     tmp_path: Path, kind: Any, role: str, hook: str, stops: dict[int, str], workers: int
 ) -> None:
-    judged(tmp_path, Changed(kind, partial(Sets, hook, tell), role), stops, workers=workers)
+    judged(tmp_path, WithCallback(kind, partial(Sets, hook, tell), role), stops, workers=workers)
 
 
 class Passes(Sampler[Any]):
@@ -403,8 +392,8 @@ class KeepsLevel(SetsLevel):
 
 
 @dataclass(frozen=True)
-class SavedAtEnd(Changed):
-    """And its run is saved when the callback has done so at the end of an epoch."""
+class SavedAtEnd(WithCallback):
+    """And its run is saved when the callback has changed it at the end of an epoch."""
 
     path: Path = Path()
     epoch: int = 0

@@ -1,0 +1,159 @@
+"""Samplers that plan an epoch by what training writes: a resume within it begins it again by what there is then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+NUMBER, SIZE = 24, 4
+STEPS = NUMBER // SIZE
+WARNED = "goes on with an epoch that was begun"
+
+
+class Plans(Sampler[int]):
+    """Half an epoch at random, then by what training has made of something when the epoch begins."""
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def level(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[int]:
+        order, middle, level = torch.randperm(NUMBER).tolist(), NUMBER // 2, self.level() % (NUMBER // 2)
+        yield from order[:middle]
+        rest = order[middle:]
+        yield from rest[level:] + rest[:level]
+
+
+class ByLosses(Plans):
+    def __init__(self, model: Any) -> None:
+        self.losses = model.losses
+
+    def level(self) -> int:
+        return int(self.losses.sum() * 7)
+
+
+class ByBuffer(ByLosses):
+    """Shares the tensor with the module, which saves and restores it."""
+
+
+class ByWeights(Plans):
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def level(self) -> int:
+        return int(self.model.weight.detach() * 1e5)
+
+
+class BySteps(ByWeights):
+    def level(self) -> int:
+        return int(self.model.trainer.global_step) if self.model._trainer else 0
+
+
+class ByEpoch(ByWeights):
+    def level(self) -> int:
+        return int(self.model.current_epoch) if self.model._trainer else 0
+
+
+class Learns(pl.LightningModule):
+    """Writes losses, and keeps them for the next epoch, or those that the running one has begun with, too."""
+
+    def __init__(self, kind: Any, restores: str, folder: Path) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        losses = torch.zeros(NUMBER)
+        self.losses: torch.Tensor
+        if kind is ByBuffer:
+            self.register_buffer("losses", losses)
+        else:
+            self.losses = losses
+        self.begun_with, self.restores, self.folder = losses.clone(), restores, folder
+        self.trained: list[list[int]] = []
+        self.sampler = kind(self)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(NUMBER), batch_size=SIZE, sampler=self.sampler)
+
+    def on_train_epoch_start(self) -> None:
+        self.begun_with = self.losses.clone()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.trained.append(batch.tolist())
+        self.losses[batch] = (self.weight * batch).detach() + batch_idx
+        return (self.weight * batch).float().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.ckpt_path is None:
+            self.trainer.save_checkpoint(self.folder / f"{self.trainer.global_step}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"latest": self.losses.clone(), "begun": self.begun_with.clone()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.restores:
+            self.losses.copy_(checkpoint["kept"][self.restores])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(kind: Any, folder: Path, step: int = 0, restores: str = "") -> tuple[list[list[int]], list[str]]:
+    """The batches, and the warnings of the package that concern how the epoch was begun."""
+    model = Learns(kind, restores, folder)
+    trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=3, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=folder / f"{step}.ckpt" if step else None)
+    said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    return model.trained, [one for one in said if WARNED in one]
+
+
+KINDS = [(ByLosses, "latest"), (ByBuffer, ""), (ByWeights, ""), (BySteps, "")]
+
+
+@pytest.mark.parametrize(("kind", "restores"), KINDS)
+@pytest.mark.parametrize("step", [2, STEPS + 2])
+def test_an_epoch_that_is_begun_again_by_what_training_has_changed_since_is_warned_of(
+    tmp_path: Path, kind: Any, restores: str, step: int
+) -> None:
+    whole, said = fit(kind, tmp_path)
+    assert said == []
+    resumed, said = fit(kind, tmp_path, step, restores)
+    assert resumed != whole[step:]
+    assert [kind.__name__ in one for one in said] == [True]
+
+
+@pytest.mark.parametrize(("kind", "restores"), KINDS)
+def test_one_of_which_the_rest_was_trained_on_in_part_is_refused(tmp_path: Path, kind: Any, restores: str) -> None:
+    fit(kind, tmp_path)
+    with pytest.raises(StateMismatchError, match=f"{kind.__name__} no longer yields what it did up to this item"):
+        fit(kind, tmp_path, STEPS + 4, restores)
+
+
+@pytest.mark.parametrize(("kind", "restores"), [(ByLosses, "begun"), (ByEpoch, "")])
+@pytest.mark.parametrize("step", [2, STEPS + 2])
+def test_nothing_is_said_where_the_epoch_is_begun_as_it_was(
+    tmp_path: Path, kind: Any, restores: str, step: int
+) -> None:
+    whole, _ = fit(kind, tmp_path)
+    resumed, said = fit(kind, tmp_path, step, restores)
+    assert (resumed[: STEPS - step % STEPS], said) == (whole[step : STEPS * (step // STEPS + 1)], [])
+
+
+@pytest.mark.parametrize(("kind", "restores"), KINDS)
+def test_nothing_is_said_where_an_epoch_is_over(tmp_path: Path, kind: Any, restores: str) -> None:
+    whole, _ = fit(kind, tmp_path)
+    resumed, said = fit(kind, tmp_path, STEPS, restores)
+    assert (resumed, said) == (whole[STEPS:], [])
