@@ -172,7 +172,7 @@ class SamplerPass:
                 self._ready = items
                 if self._failure is None:
                     self.end = self.drawn
-                    self._order.memory.note_end(self._order, self)
+                    self._note_end()
                 return
             append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
             yield items
@@ -195,9 +195,30 @@ class SamplerPass:
         with suppress(Exception):
             self._drop(iterated, listed + 1)
         if self.end is not None:
-            self._order.memory.note_end(self._order, self)
+            self._note_end()
         self.listed = None
         self.leave()
+
+    def _note_end(self) -> None:
+        order = self._order
+        order.memory.note_end(order, self)
+        if order.dealing.is_own and order.is_trained_on and order.num_items is None:
+            self._compare_ends()
+
+    def _compare_ends(self) -> None:
+        """Warn where ranks whose samplers tell no length have had other numbers of batches in this pass."""
+        order, name = self._order, f"{self._posted_as} ended"
+        # A fit before this one has posted its own.
+        label = [*self.label, len(order.memory.passes)]
+        post(name, {"label": label, "steps": order.rule(1).num_steps(self.end or 0)})
+        found = [of_rank["steps"] if of_rank and of_rank["label"] == label else None for of_rank in posted(name)]
+        if len({*found} - {None}) > 1:
+            shown = ", ".join(f"{steps} on rank {rank}" for rank, steps in enumerate(found) if steps is not None)
+            warn(
+                f"{order.name} has given ranks other numbers of batches in epoch {self._epoch}: {shown}. DDP then adds "
+                "up gradients of different epochs, and may wait for ever at the end of training. A checkpoint has the "
+                "position of rank 0 alone, so a resume is not exact. Let every rank yield as many batches."
+            )
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` items, which have to be ready."""
@@ -247,7 +268,7 @@ class SamplerPass:
         while len(ready) < count and self.end is None:
             self._pull(iterated, count - len(ready), ready)
         if self.end is not None:
-            self._order.memory.note_end(self._order, self)
+            self._note_end()
 
     def _begin(self) -> None:
         """Begin; an error of the sampler's that was brought to a state of its own says so."""

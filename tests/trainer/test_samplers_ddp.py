@@ -223,6 +223,33 @@ def test_losses_that_a_sampler_of_each_rank_draws_by_are_restored_or_a_warning_s
         assert said == [0, int(rank == 0)]
 
 
+class OfManyLengths:
+    """Batches without a length, of which each rank has another number, or all as many."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([4 * number + own_rank()] for number in range(3 + self.more * own_rank()))
+
+
+def ended_apart(folder: Path) -> list[list[str]]:
+    """What is said where ranks end their epochs after other numbers of batches, and after as many."""
+    entries = [
+        Entry(batches(lambda more=more: OfManyLengths(more)), "runs", deals="itself", trainer={"max_steps": 5})
+        for more in (1, 0)
+    ]
+    return [train_entry(entry).said for entry in entries]
+
+
+def test_ranks_that_have_other_numbers_of_batches_are_warned_of(ranks: Ranks) -> None:
+    apart, alike = zip(*ranks.of(ended_apart), strict=True)
+    said = "OfManyLengths has given ranks other numbers of batches in epoch 0: 3 on rank 0, 4 on rank 1"
+    # The one that ends later sees both.
+    assert [any(one.startswith(said) for one in of_rank) for of_rank in apart] == [False, True]
+    assert alike == ([], [])
+
+
 # Draws
 
 
