@@ -76,6 +76,7 @@ _PARTS = {
             "ranks": [Either(None, _OF_RANK)],
             "buffers?": [Either(None, {str: object})],
             "parted?": [COUNT],
+            "apart?": [COUNT],
             "hooks?": [str],
         },
     ),

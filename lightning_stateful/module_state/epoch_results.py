@@ -83,6 +83,8 @@ class EpochResults:
         self._by_validations: Counter[str] = Counter()
         self.generators = ModelGenerators()
         self._buffers = RankBuffers()
+        # States that were taken, which all ranks take together.
+        self._num_taken = 0
         if trainer is not None and trainer.world_size > 1:
             # An earlier fit may have come as far.
             post(_POSTED, None)
@@ -128,6 +130,7 @@ class EpochResults:
 
         Rank 0 waits a while for what others show it; no process waits for it.
         """
+        self._num_taken += 1
         if self._unread is not None:
             return deepcopy(self._unread)
         own: dict[str, Any] = {
@@ -144,13 +147,14 @@ class EpochResults:
         at = [progress.epoch, progress.batch, trainer.lightning_module._current_fx_name]
         if not any(own.values()):
             return {}
-        ranks = _of_all_ranks(trainer, at, own)
+        ranks, apart = _of_all_ranks(trainer, at, own, self._num_taken)
         digests = [None if part is None else part.pop("buffers", "") for part in ranks]
         weights = [None if part is None else part.pop("weights", "") for part in ranks]
         found: dict[str, list[Any]] = {
             "buffers": self._buffers.of_ranks(trainer, digests),
             "parted": self._buffers.parted(trainer, weights),
             "hooks": self._buffers.hooks,
+            "apart": self._buffers.apart(apart, progress),
         }
         found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
         is_empty = all(part is not None and not any(part.values()) for part in ranks)
@@ -217,7 +221,7 @@ class EpochResults:
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
         put_back(trainer, state.get("buffers", []))
-        warn_of_parted(state.get("parted", []), state.get("hooks", []))
+        warn_of_parted(state.get("parted", []), state.get("hooks", []), state.get("apart", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size
         if not is_moved:
@@ -351,19 +355,34 @@ def _described(metric: Any, value: Any, count: Any) -> dict[str, Any]:
     return described | {"value": float(value), "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _of_all_ranks(trainer: pl.Trainer, at: list[Any], own: dict[str, Any]) -> list[Any]:
-    """By rank, what it has summed up at a batch; on others than rank 0, whose file a resume reads, their own alone."""
+def _of_all_ranks(
+    trainer: pl.Trainer, at: list[Any], own: dict[str, Any], number: int
+) -> tuple[list[Any], dict[int, list[int]]]:
+    """By rank, what it has summed up at a batch; on others than rank 0, whose file a resume reads, their own alone.
+
+    Args:
+        trainer: The trainer.
+        at: Epoch, batch and hook.
+        own: What this rank has summed up.
+        number: Of the state that is taken.
+
+    Returns:
+        That, None for a rank of which it is not known; and epoch and batch of ranks that stand elsewhere.
+    """
     if trainer.world_size == 1:
-        return [own]
-    post(_POSTED, [at, own])
+        return [own], {}
+    post(_POSTED, [at, own, number])
     if trainer.global_rank:
-        return [own if rank == trainer.global_rank else None for rank in range(trainer.world_size)]
+        return [own if rank == trainer.global_rank else None for rank in range(trainer.world_size)], {}
     found: list[Any] = posted(_POSTED)
     ends = time.monotonic() + _PATIENCE
-    while time.monotonic() < ends and not all(one is not None and one[0] == at for one in found):
+    # One that stands elsewhere never comes here.
+    while time.monotonic() < ends and any(one is None or (one[0] != at and one[2] < number) for one in found):
         time.sleep(0.01)
         found = posted(_POSTED)
-    return [one[1] if one is not None and one[0] == at else None for one in found]
+    taken = {rank: one[0][:2] for rank, one in enumerate(found) if one is not None and one[2] == number}
+    apart = {rank: elsewhere for rank, elsewhere in taken.items() if elsewhere != at[:2]}
+    return [one[1] if one is not None and one[0] == at else None for one in found], apart
 
 
 def _joined(parts: Sequence[Parts]) -> Parts:

@@ -8,7 +8,7 @@ checkpoint is warned of where ranks have come to others all the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class RankBuffers:
         self._has_warned_of_hooks = False
         self._digests: dict[str, str] = {}
         self._has_warned = False
-        self._has_warned_of_weights = False
+        self._has_warned_of_weights = self._has_warned_of_positions = False
         self._broadcast: _Broadcast | None = None
 
     def note(self, trainer: pl.Trainer) -> None:
@@ -150,6 +150,27 @@ class RankBuffers:
             )
         return found
 
+    def apart(self, positions: Mapping[int, Sequence[int]], progress: LoopProgress) -> list[int]:
+        """Ranks that stand at another batch than this one, whose position a checkpoint holds.
+
+        Args:
+            positions: Their epochs and batches.
+            progress: That of this one.
+
+        Warns:
+            StatefulWarning: There are such, for the first time.
+        """
+        if positions and not self._has_warned_of_positions:
+            self._has_warned_of_positions = True
+            shown = ", ".join(f"rank {rank} at batch {at[1]} of epoch {at[0]}" for rank, at in positions.items())
+            rank_zero_warn(
+                f"A checkpoint is written where ranks stand at other batches: {shown}, and rank 0 at batch "
+                f"{progress.batch} of epoch {progress.epoch}. It holds the position of rank 0 alone, so a resume from "
+                "it is not exact. Let every rank have as many batches in an epoch.",
+                category=StatefulWarning,
+            )
+        return list(positions)
+
     def _unlike_own(self, digest: str | None, shown: Any) -> dict[str, Any] | None:
         """What another rank has shown, where it is of this save, without what is as on this rank."""
         if shown is None or _digest_of_all(shown[0]) != digest:
@@ -158,16 +179,23 @@ class RankBuffers:
         return {name: values.get(name) for name, one in digests.items() if self._digests.get(name) != one}
 
 
-def warn_of_parted(ranks: Sequence[int], hooks: Sequence[str]) -> None:
+def warn_of_parted(ranks: Sequence[int], hooks: Sequence[str], apart: Sequence[int]) -> None:
     """Warn of a resume from a checkpoint that was written where ranks differed, or DDP's hooks had a state.
 
     Args:
         ranks: Ranks that had other weights than rank 0.
         hooks: See :class:`RankBuffers`.
+        apart: Ranks that stood at another batch.
 
     Warns:
         StatefulWarning: There were such.
     """
+    if apart:
+        rank_zero_warn(
+            f"The checkpoint was written where ranks {list(apart)[:8]} stood at another batch than rank 0. All ranks "
+            "go on at that of rank 0, so the resume is not exact. Let every rank have as many batches in an epoch.",
+            category=StatefulWarning,
+        )
     if hooks:
         rank_zero_warn(f"{_said_of_hooks(hooks)} So this resume is not exact.", category=StatefulWarning)
     if ranks:

@@ -17,7 +17,7 @@ from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import sequence_now
-from lightning_stateful.user_samplers.sampler_pass import warn
+from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import reads_training
 
 # The name of the length in a configuration, and in its changes.
@@ -131,22 +131,22 @@ def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, 
     return (began, config["sequence"]) if when_saved not in (None, config["sequence"]) else (began,)
 
 
-def begins_as(order: UserSampler, before: tuple[str, ...], *, is_within: bool, is_changed: bool) -> tuple[str, ...]:
+def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tuple[str, ...]:
     """Digest of the first epoch of a sampler as it is when a pass begins; none of one that training does not change.
 
     Args:
-        order: The sampler.
-        before: That of the pass before, or those that an epoch may be begun with again; none if none is known.
-        is_within: Whether an epoch is begun again that goes on within.
+        order: The sampler, whose memory has that of the pass before, or those that an epoch may be begun again with.
+        begun: The pass.
         is_changed: Whether training is known to have changed it.
 
     Warns:
         StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
     """
+    before: tuple[str, ...] = order.memory.begins_as
     if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
         return before
     now = sequence_now(order, order.sequence)
-    if is_within and before and now not in before:
+    if begun.is_within and before and now not in before:
         warn(
             f"{order.name} goes on with an epoch that was begun when it would have yielded something else than it does "
             "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "

@@ -107,7 +107,7 @@ class SamplerMemory:
         """Warn where loaders of training and of validation share a sampler that changes while it is iterated."""
         self._uses.add(order.is_trained_on)
         if len(self._uses) == 2 and order.remembers:
-            self._warn(
+            self.warn_once(
                 f"The loaders of training and of validation share one {order.name} object, which changes while it is "
                 "iterated, so what the one gets depends on the passes of the other. A checkpoint that is written "
                 "within an epoch just before a validation cannot be resumed from, and after a resume validation gets "
@@ -160,20 +160,20 @@ class SamplerMemory:
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
         elif self._lacks_passes(order, begun):
-            self._warn(
+            self.warn_once(
                 f"{order.name} changes itself in each of its passes, and begins with epoch {begun.label[0]} here, "
                 "without those of the epochs before, so its batches may not be those of an uninterrupted run. "
                 "Resume from a checkpoint that StatefulDataCallback has written, or shuffle by set_epoch(epoch)."
             )
         if begun.label[1] >= ASIDE and order.remembers and order.is_trained_on:
-            self._warn(
+            self.warn_once(
                 f"{order.name} changes itself while it is iterated, and a hook has iterated its loader within epoch "
                 f"{begun.label[0]}, which counts as a pass of it, as in torch. A resume does not repeat such a pass, "
                 "so it may not be exact from here on. Look at batches of a loader of its own.",
                 once="aside",
             )
         if order.facts.unseen and order.is_trained_on:
-            self._warn(
+            self.warn_once(
                 f"{order.name} yields a {', a '.join(order.facts.unseen[:4])}, of which nothing but the type can be "
                 "compared: whether a resume is exact, and whether all ranks have the same items, is not proven. Yield "
                 "numbers, strings, tuples or dataclasses.",
@@ -181,7 +181,7 @@ class SamplerMemory:
             )
         # Of one whose first epoch is apart, training is compared with the trial, and a resume with what was saved.
         if (apart_in := order.facts.apart_in) and order.is_trained_on:
-            self._warn(
+            self.warn_once(
                 f"{order.name} begins its epoch {apart_in} otherwise on each of two equal copies, as was tried before "
                 "training: it draws from a generator that is made without a seed, goes by the clock, or by something "
                 f"else that none of its attributes holds. So epochs from {apart_in} on cannot be resumed exactly: "
@@ -190,7 +190,7 @@ class SamplerMemory:
                 once="trial",
             )
         if order.facts.adds_up and order.is_trained_on and "nondeterministic" not in order.accept:
-            self._warn(
+            self.warn_once(
                 f"What {order.name} yields depends on how often its set_epoch was called, which a resume does not "
                 "repeat, so it may not be exact behind the first epoch. Let set_epoch begin anew: shuffle a copy of "
                 "the list, not what the call before has left.",
@@ -204,15 +204,14 @@ class SamplerMemory:
             self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
-        is_changed = "changed" in self._warned
-        self.begins_as = begins_as(order, self.begins_as, is_within=begun.is_within, is_changed=is_changed)
+        self.begins_as = begins_as(order, begun, is_changed="changed" in self._warned)
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with, self._began_with = begun, "", now
 
     def _warn_if_left(self, order: UserSampler, left: SamplerPass) -> None:
         if left.is_assumed and left.end is None and order.facts.ends_late:
-            self._warn(
+            self.warn_once(
                 f"{order.name} changes itself behind the last item of an epoch. After the last batch of epoch "
                 f"{left.label[0]} a state was taken, and then no further one was asked for, which a for loop does. A "
                 "resume from that state brings the sampler to its end, so it may not be exact. Iterate the loader to "
@@ -242,7 +241,7 @@ class SamplerMemory:
         if self._ended_with not in ("", now) and not order.has_set_epoch:
             latest = digest_of_contents(order.sampler, order.dataset, epoch=self.passes[-1][0])
             if self._ended_with != latest:
-                self._warn(
+                self.warn_once(
                     f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
                     "from here on is exact only if the same is set again before its first batch, in on_train_start.",
                     once="changed",
@@ -254,7 +253,7 @@ class SamplerMemory:
         with self._as_tried():
             is_changed = self._is_changed_by_others(order, held)
         if is_changed:
-            self._warn(
+            self.warn_once(
                 f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "
                 "is exact only if it is set again before the first batch, in on_train_start.",
@@ -364,7 +363,7 @@ class SamplerMemory:
             # Noted in another way.
             return
         if is_first and expected not in (None, found) and "nondeterministic" not in order.accept:
-            self._warn(
+            self.warn_once(
                 f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
                 "training: it depends on a count or a generator of its own that no attribute holds, or on training, "
                 "time, a thread or another process. A resume from here is exact only if it yields the same again. "
@@ -421,7 +420,7 @@ class SamplerMemory:
             return
         if self.passes != earlier[:known] and order.facts.is_harmless:
             self._begun_again = told_of
-            self._warn(
+            self.warn_once(
                 f"{order.name} changes itself while it is iterated. It has been iterated {known} times in this "
                 f"process, and {len(earlier)} times before epoch {epoch} in the run that wrote the checkpoint. Its "
                 "second epoch does not depend on that, but later ones may, so the resume may not be exact. Make a new "
@@ -469,7 +468,8 @@ class SamplerMemory:
         if self._latest is not None:
             self._latest.entry[2] = self._latest.drawn if self._latest.end is None else -1
 
-    def _warn(self, message: str, once: str = "") -> None:
+    def warn_once(self, message: str, once: str = "") -> None:
+        """Warn, but not again of what has the same name ``once``, or else the same text."""
         if (once or message) not in self._warned:
             self._warned.add(once or message)
             warn(message)

@@ -214,10 +214,11 @@ class SamplerPass:
         found = [of_rank["steps"] if of_rank and of_rank["label"] == label else None for of_rank in posted(name)]
         if len({*found} - {None}) > 1:
             shown = ", ".join(f"{steps} on rank {rank}" for rank, steps in enumerate(found) if steps is not None)
-            warn(
+            order.memory.warn_once(
                 f"{order.name} has given ranks other numbers of batches in epoch {self._epoch}: {shown}. DDP then adds "
                 "up gradients of different epochs, and may wait for ever at the end of training. A checkpoint has the "
-                "position of rank 0 alone, so a resume is not exact. Let every rank yield as many batches."
+                "position of rank 0 alone, so a resume is not exact. Let every rank yield as many batches.",
+                once="ended",
             )
 
     def take(self, count: int) -> list[Any]:

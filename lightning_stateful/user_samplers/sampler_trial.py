@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import wraps
 from itertools import islice
@@ -162,6 +162,9 @@ class SamplerTrial:
             return
         # As the whole of the first epoch leaves it.
         one, other = self._ended
+        if any(isinstance(part, Iterator) for part in SamplerParts(one.sampler, self._order.dataset).shared):
+            # Both go on with the same one, such as a generator.
+            return
         if self.is_cheap:
             facts.apart_in = _first_apart(one, other, range(1, 3))
         elif facts.begins_in <= _BEARABLE and not facts.is_harmless:

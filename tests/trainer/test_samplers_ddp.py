@@ -234,20 +234,27 @@ class OfManyLengths:
 
 
 def ended_apart(folder: Path) -> list[list[str]]:
-    """What is said where ranks end their epochs after other numbers of batches, and after as many."""
+    """What is said where ranks end their epochs after other numbers of batches, and after as many; and on resumes."""
     entries = [
         Entry(batches(lambda more=more: OfManyLengths(more)), "runs", deals="itself", trainer={"max_steps": 5})
         for more in (1, 0)
     ]
-    return [train_entry(entry).said for entry in entries]
+    paths = {folder / f"{number}.ckpt": entry for number, entry in enumerate(entries)}
+    found = [train_entry(entry, save=path, after=4).said for path, entry in paths.items()]
+    return [*found, *(train_entry(entry, ckpt_path=path).said for path, entry in paths.items())]
 
 
 def test_ranks_that_have_other_numbers_of_batches_are_warned_of(ranks: Ranks) -> None:
-    apart, alike = zip(*ranks.of(ended_apart), strict=True)
+    apart, alike, goes_on, goes_on_alike = zip(*ranks.of(ended_apart), strict=True)
     said = "OfManyLengths has given ranks other numbers of batches in epoch 0: 3 on rank 0, 4 on rank 1"
     # The one that ends later sees both.
     assert [any(one.startswith(said) for one in of_rank) for of_rank in apart] == [False, True]
-    assert alike == ([], [])
+    said = "A checkpoint is written where ranks stand at other batches: rank 1 at batch 4 of epoch 0, and rank 0 at"
+    assert [any(one.startswith(said) for one in of_rank) for of_rank in apart] == [True, False]
+    assert any(one.startswith("The checkpoint was written where ranks [1] stood at another") for one in goes_on[0]), (
+        goes_on
+    )
+    assert alike == goes_on_alike == ([], [])
 
 
 # Draws

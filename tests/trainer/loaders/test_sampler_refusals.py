@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support import samplers
 from support.ledger import LedgerModel, Numbers, batches, ids_of, trained
-from support.runs import quiet_trainer, stopped, train
+from support.runs import assert_goes_on_from_every_moment, quiet_trainer, stopped, train
 from support.sampler_cases import PlainData, cuts_loader, train_with
 from support.samplers import BATCHES, LENGTH, LOADERS, loader
 from torch.utils.data import DataLoader, Sampler
@@ -95,6 +96,31 @@ def test_a_sampler_whose_later_passes_cannot_be_repeated_is_warned_of_in_the_run
             stopped(tmp_path / "stop.ckpt", make, hook, run=train_with, max_epochs=2)
         with pytest.warns(StatefulWarning, match=said):
             train_with(make, ckpt_path=tmp_path / "stop.ckpt", max_epochs=2)
+
+
+class KeepsStream(Sampler[int]):
+    """Each epoch is the next part of one endless stream of permutations, which it keeps."""
+
+    stream: Any = None
+
+    def __len__(self) -> int:
+        return 10
+
+    def permutations(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(LENGTH).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        self.stream = self.stream or self.permutations()
+        return iter([next(self.stream) for _ in range(len(self))])
+
+
+def test_one_that_goes_on_with_a_generator_that_it_keeps_is_exact_without_a_word(tmp_path: Path) -> None:
+    def make() -> Any:
+        return loader(sampler=KeepsStream())
+
+    moments: list[Any] = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 0), ("on_train_epoch_end", 2, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_with, max_epochs=4)
 
 
 # Changed since
