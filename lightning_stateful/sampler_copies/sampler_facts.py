@@ -36,6 +36,7 @@ class SamplerFacts:
         ends_late: Whether a pass changes the sampler behind the last item that ``len()`` says.
         is_harmless: Whether a pass changes the sampler, but not how the next one begins.
         apart_in: The first epoch that begins otherwise on two equal copies which draw alike; None for none.
+        by_sets_in: The first epoch that goes by the order of a set of strings that it holds; None for none.
         writes_files: Whether it writes files, so that no copy may be iterated while it is.
         unseen: Types of objects in its items of which nothing more is compared.
         contents: Digest of what the sampler held then, to tell whether it was changed since.
@@ -65,6 +66,7 @@ class SamplerFacts:
     ends_late: bool = False
     is_harmless: bool = False
     apart_in: int | None = None
+    by_sets_in: int | None = None
     writes_files: bool = False
     unseen: list[str] = field(default_factory=list)
     contents: str = ""
@@ -72,6 +74,29 @@ class SamplerFacts:
     leads_back: bool = False
     error: str = ""
     fresh: Any = None
+
+    @property
+    def cannot_be_repeated(self) -> str:
+        """Why an epoch, or a later one, cannot be begun again alike, and what to do; empty if all can, or may.
+
+        Of one whose first epoch is apart, training is compared with the trial, and a resume with what was saved.
+        """
+        if self.by_sets_in is not None:
+            epoch, remedy = self.by_sets_in, "Sort the set before you iterate it."
+            why = "on a copy with the same set of strings in another order, and each process has an order of its own."
+        elif self.apart_in:
+            epoch = self.apart_in
+            why = (
+                "on each of two equal copies, as was tried before training: it draws from a generator that is made "
+                "without a seed, goes by the clock, or by something else that none of its attributes holds."
+            )
+            remedy = "Draw from the generators of torch, NumPy or random, or from one that is made in __init__."
+        else:
+            return ""
+        return (
+            f"begins its epoch {epoch} otherwise {why} So epochs from {epoch} on cannot be resumed exactly: within one "
+            f"it is refused, and where one begins others follow. {remedy}"
+        )
 
     @property
     def sequence(self) -> str:

@@ -140,6 +140,8 @@ def _facts_of(
             objects.put_back()
         if _fills_cache(order, facts, shared, fresh):
             objects.keep()
+    if facts.apart_in is None:
+        trial.compare_orders_of_sets()
     if order.cuts_samples and begins_anew_when_asked(tried.sampler, contents):
         raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
     if has_own_state(order) and not facts.leads_back:

@@ -179,16 +179,8 @@ class SamplerMemory:
                 "numbers, strings, tuples or dataclasses.",
                 once="unseen",
             )
-        # Of one whose first epoch is apart, training is compared with the trial, and a resume with what was saved.
-        if (apart_in := order.facts.apart_in) and order.is_trained_on:
-            self.warn_once(
-                f"{order.name} begins its epoch {apart_in} otherwise on each of two equal copies, as was tried before "
-                "training: it draws from a generator that is made without a seed, goes by the clock, or by something "
-                f"else that none of its attributes holds. So epochs from {apart_in} on cannot be resumed exactly: "
-                "within one it is refused, and where one begins others follow. Draw from the generators of torch, "
-                "NumPy or random, or from one that is made in __init__.",
-                once="trial",
-            )
+        if (why := order.facts.cannot_be_repeated) and order.is_trained_on:
+            self.warn_once(f"{order.name} {why}", once="trial")
         if order.facts.adds_up and order.is_trained_on and "nondeterministic" not in order.accept:
             self.warn_once(
                 f"What {order.name} yields depends on how often its set_epoch was called, which a resume does not "

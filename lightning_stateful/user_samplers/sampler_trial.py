@@ -173,6 +173,27 @@ class SamplerTrial:
                 began = beginning(one, 1)
                 facts.apart_in = 1 if began != self._next and began != beginning(other, 1) else None
 
+    def compare_orders_of_sets(self) -> None:
+        """Look for an epoch that begins otherwise on a copy of which sets of strings have another order."""
+        other = self._fresh()
+        sets = [part for part in SamplerParts(other.sampler, self._order.dataset).found if type(part) is set]
+        sets = [one for one in sets if len(one) > 1 and not all(isinstance(item, (int, float)) for item in one)]
+        # With a value of the user's it is the same in all processes.
+        if not sets or os.environ.get("PYTHONHASHSEED", "random") != "random":
+            return
+        for one in sets:
+            _put_in_other_order(one)
+        self._facts.by_sets_in = _first_apart(self._fresh(), other, range(3 if self.is_cheap else 1))
+
+
+def _put_in_other_order(of: set[Any]) -> None:
+    """Let a set keep its items in a larger table, from which they come in another order."""
+    more = [object() for _ in range(16 * len(of))]
+    of.update(more)
+    for one in more:
+        # One by one: the table stays as large.
+        of.discard(one)
+
 
 def most_of(facts: SamplerFacts, num_more: int = 0) -> int:
     """The items that ``len`` says, and ``num_more``, at most as many as are looked at of an epoch that may not end."""

@@ -98,6 +98,46 @@ def test_a_sampler_whose_later_passes_cannot_be_repeated_is_warned_of_in_the_run
             train_with(make, ckpt_path=tmp_path / "stop.ckpt", max_epochs=2)
 
 
+class ByNames(Sampler[int]):
+    """Goes in order for some epochs, and by a set of names from then on."""
+
+    def __init__(self, first: int) -> None:
+        self.names, self.first, self.epoch = {f"class {index}" for index in range(LENGTH)}, first, 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        names = self.names if self.epoch >= self.first else sorted(self.names)
+        return iter([int(name.removeprefix("class ")) for name in names])
+
+
+class LooksUp(ByNames):
+    """Only looks whether a name is in the set."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([index for index in range(LENGTH) if f"class {index}" in self.names])
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_sampler_that_goes_by_a_set_of_strings_is_warned_of_before_it_does(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.warns(
+        StatefulWarning, match=f"ByNames begins its epoch {first} otherwise on a copy with the same set of"
+    ):
+        train_with(lambda: loader(sampler=ByNames(first)), max_epochs=1)
+    train_with(lambda: loader(sampler=LooksUp(first)), max_epochs=1)
+    if first:
+        # With a seed of the user's the order is the same in every process.
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        train_with(lambda: loader(sampler=ByNames(first)), max_epochs=1)
+
+
 class KeepsStream(Sampler[int]):
     """Each epoch is the next part of one endless stream of permutations, which it keeps."""
 
