@@ -27,9 +27,13 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.generators.attributes import PLAIN
+from lightning_stateful.generators.rng import keep_randomness
+from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import post, posted
+from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.sampler_trial import copy_as_now
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
@@ -198,6 +202,25 @@ class SamplerPass:
             self._note_end()
         self.listed = None
         self.leave()
+
+    def is_changed_by_others(self) -> bool:
+        """Whether something else than its iteration has changed the sampler's own state since that was noted last."""
+        note = next((note for note in reversed(self._notes) if note[2] is not None), None)
+        order = self._order
+        if note is None or not self.has_states or self.end is not None:
+            return False
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset), keep_randomness():
+            tried = copy_as_now(order, order.sampler)
+            items = tried.begin(*self.label, note[0], note[2])
+            with tried.entered():
+                found = deque(islice(items, self.drawn - note[0]), maxlen=1)
+                expected = digest(to_plain(tried.sampler.state_dict()))
+            drawn, latest = self._taken[-1] if self._taken else (0, [])
+            if found and drawn == self.drawn and _snapshot([*found])[-1] != latest[-1]:
+                # The state leads elsewhere, which a resume will refuse.
+                return False
+            return digest(to_plain(order.sampler.state_dict())) != expected
+        return False
 
     def _note_end(self) -> None:
         order = self._order

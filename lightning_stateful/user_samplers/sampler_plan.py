@@ -123,6 +123,13 @@ class SamplerEpochPlan:
             # Those of each rank, where each iterates its own.
             own_rank = detect_topology().rank if order.dealing.is_own else len(noted)
             noted = noted[own_rank] if own_rank < len(noted) and isinstance(noted[own_rank], list) else []
+        if self._begun.details.get("changed"):
+            order.memory.warn_once(
+                f"{order.name}.state_dict() holds something that training changes as well, such as losses. The "
+                "checkpoint has it as of an earlier item, and what was changed since is lost: the resume is not exact. "
+                "Leave it out of that state: save it in a callback, and set it again in on_train_start.",
+                once="own state",
+            )
         since = self._begun.details.get("since")
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
         if self._is_listed:
@@ -162,9 +169,16 @@ class SamplerEpochPlan:
         began = [begun.details.get("began")] if self._latest is None else order.memory.begins_as
         if order.is_trained_on and any(began) and begun.consumed + served:
             details["began"] = began[0]
+        if order.is_trained_on and served and self._is_changed_by_others():
+            details["changed"] = True
         if order.is_trained_on:
             details["items"] = self._noted if begun.consumed + served else None
         return replace(begun, consumed=begun.consumed + served, details=details)
+
+    def _is_changed_by_others(self) -> bool:
+        if self._latest is None:
+            return bool(self._begun.details.get("changed"))
+        return self._latest.is_changed_by_others()
 
     def passes_if_unread(self) -> list[list[int]] | None:
         """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""

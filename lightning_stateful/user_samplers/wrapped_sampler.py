@@ -56,7 +56,8 @@ _PARAMETERS = ("weights", "indices", "num_samples", "replacement", "shuffle", "s
 _NOTE = (COUNT, str, object)
 _NOTED = Either((), [Either((), _NOTE)], _NOTE, (*_NOTE, Either(None, (COUNT, COUNT, str))))
 _PASSES = [(EPOCH, CYCLE, range(-1, COUNT.stop), range(1, COUNT.stop))]
-# Options that change how items are dealt out, and not what the sampler yields.
+_DETAILS = {"passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), "began?": str, "changed?": bool}
+# Options that decide how items are dealt out alone.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "is_dealt_out", "is_wrapped"})
 
 
@@ -145,7 +146,7 @@ class WrappedSampler:
     @property
     def details_shape(self) -> dict[str, Any]:
         """The shape of a progress's details, see :mod:`~lightning_stateful.shapes`."""
-        return {self.kind: _NOTED, "passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), "began?": str}
+        return {self.kind: _NOTED, **_DETAILS}
 
     @property
     def whole_batches(self) -> bool:
@@ -432,10 +433,7 @@ class WrappedSampler:
         return self.num_items
 
     def await_length(self, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None) -> None:
-        """Take an epoch to have begun, and until :meth:`end_awaiting` to be as long, as a state says.
-
-        See :func:`~.resumed_epoch.began_as` and :meth:`AwaitedLength.of`.
-        """
+        """Take an epoch to be as a state says until :meth:`end_awaiting`; see ``began_as``, ``AwaitedLength.of``."""
         vars(self)["_awaited"] = AwaitedLength.of(self, state, config, of_ended) if self.is_trained_on else None
         self.memory.begins_as = began_as(state, config) if self.is_trained_on else ()
 

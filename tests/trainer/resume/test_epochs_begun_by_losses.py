@@ -102,22 +102,29 @@ class Learns(pl.LightningModule):
         checkpoint["kept"] = {"latest": self.losses.clone(), "begun": self.begun_with.clone()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.restores:
-            self.losses.copy_(checkpoint["kept"][self.restores])
+        self.kept = checkpoint["kept"]
+        if self.restores in self.kept:
+            self.losses.copy_(self.kept[self.restores])
+
+    def on_train_start(self) -> None:
+        if self.restores == "latest, as training starts":
+            self.losses.copy_(self.kept["latest"])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def fit(kind: Any, folder: Path, step: int = 0, restores: str = "") -> tuple[list[list[int]], list[str]]:
-    """The batches, and the warnings of the package that concern how the epoch was begun."""
+def fit(
+    kind: Any, folder: Path, step: int = 0, restores: str = "", *, about: str = WARNED
+) -> tuple[list[list[int]], list[str]]:
+    """The batches, and the warnings of the package ``about`` something, by default how the epoch was begun."""
     model = Learns(kind, restores, folder)
     trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=3, limit_val_batches=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, ckpt_path=folder / f"{step}.ckpt" if step else None)
     said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
-    return model.trained, [one for one in said if WARNED in one]
+    return model.trained, [one for one in said if about in one]
 
 
 KINDS = [(ByLosses, "latest"), (ByBuffer, ""), (ByWeights, ""), (BySteps, "")]
@@ -157,3 +164,47 @@ def test_nothing_is_said_where_an_epoch_is_over(tmp_path: Path, kind: Any, resto
     whole, _ = fit(kind, tmp_path)
     resumed, said = fit(kind, tmp_path, STEPS, restores)
     assert (resumed, said) == (whole[STEPS:], [])
+
+
+class KeepsPlan(Sampler[int]):
+    """Goes on with its plan by a state of its own, which may hold the losses too that training writes."""
+
+    def __init__(self, model: Any) -> None:
+        self.losses, self.plan, self.given = model.losses, list[int](), 0
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def __iter__(self) -> Iterator[int]:
+        if not 0 < self.given < NUMBER:
+            self.plan, self.given = torch.multinomial(1 + self.losses, NUMBER, replacement=True).tolist(), 0
+        while self.given < NUMBER:
+            self.given += 1
+            yield self.plan[self.given - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": list(self.plan), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.plan, self.given = state["plan"], state["given"]
+
+
+class KeepsLosses(KeepsPlan):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "losses": self.losses.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.losses.copy_(state["losses"])
+
+
+OWN_STATE = "holds something that training changes as well, such as losses"
+
+
+@pytest.mark.parametrize("kind", [KeepsPlan, KeepsLosses])
+def test_a_state_of_the_samplers_own_that_holds_what_training_writes_is_warned_of(tmp_path: Path, kind: Any) -> None:
+    whole, _ = fit(kind, tmp_path, about=OWN_STATE)
+    # Of the 16th item; training has written losses since.
+    resumed, said = fit(kind, tmp_path, STEPS - 1, "latest, as training starts", about=OWN_STATE)
+    assert (resumed == whole[STEPS - 1 :]) == (kind is KeepsPlan)
+    assert len(said) == (kind is KeepsLosses)
