@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from lightning_stateful.iterable_datasets.pass_history import (
     history_of,
 )
 from lightning_stateful.iterable_datasets.rank_draws import UnseededDraws, seed_reads
+from lightning_stateful.iterable_datasets.set_by_hooks import SetSinceBuilt
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState
@@ -56,6 +58,7 @@ class IterableConfig:
         kinds_alike: Kinds of the process's generators whose seeds are the same on all ranks, those of rank 0.
         told: Tells the epoch to those that have ``set_epoch``.
         set_by_hooks: Names of attributes that hooks had set when the state was taken that is loaded.
+        built: Of one with a state, digests of its attributes as it was built.
     """
 
     dataset: Any
@@ -71,6 +74,7 @@ class IterableConfig:
     kinds_alike: frozenset[str] = frozenset()
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
     set_by_hooks: tuple[str, ...] = field(default=(), compare=False)
+    built: Mapping[str, str] = field(default_factory=dict, compare=False)
     # It finds out its worker from torch.utils.data.get_worker_info().
     hides_workers: ClassVar[bool] = False
 
@@ -278,6 +282,8 @@ class IterableSlot:
     def _end_pass_before(self, ended: NodeState) -> None:
         """Bring the dataset to where the pass before has left it."""
         epoch, number, since = self.epoch - 1, ended["number"], ended["since"]
+        # What hooks have set here is for the epoch that comes.
+        set_here = SetSinceBuilt(self._dataset, {} if self._history else self._config.built)
         self._load(ended["state"], epoch)
         is_same = self._is_read_again(ended, epoch, number)
         for later in range(number + since, number + since + ended["more"]):
@@ -293,6 +299,7 @@ class IterableSlot:
         many = number + since + ended["more"]
         self._history.lasting |= ended.get("kept", {}).keys()
         self._history[self._number] = -1 - many if ended["over"] else many
+        set_here.put_back()
         if ended["over"] and not self._is_exhausted:
             # From a state at its end some begin anew at once, and others once they have found nothing. What is found is
             # the first sample of the pass, and draws as such.

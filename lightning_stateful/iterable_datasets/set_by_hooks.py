@@ -86,6 +86,13 @@ class SetBetweenPasses:
             present = self._digests(self._expected)
             self._as_built = {name for name, held in self._expected.items() if present[name] != held}
 
+    def note_own_state(self, loaded: Any) -> None:
+        """A copy of the dataset has loaded the state that its pass goes on from: what that restores need not be set."""
+        present = _digests_of(loaded, self._expected)
+        restored = {name for name, held in self._expected.items() if present.get(name) == held}
+        self._set |= restored
+        self._expected = {name: held for name, held in self._expected.items() if name not in restored}
+
     def note_begin(self) -> None:
         """A pass is about to begin."""
         self._begun = now = self._compare()
@@ -346,6 +353,34 @@ class SetWithinPass:
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
             )
+
+
+def digests_as_built(dataset: Any) -> dict[str, str]:
+    """Digests of plain attributes and containers of a dataset, and of those in it, before anybody has set them."""
+    return _digests_of(dataset, None)
+
+
+class SetSinceBuilt:
+    """The attributes of a dataset that something has set since it was built, to be put back as they are now.
+
+    Args:
+        dataset: The dataset, which nobody has read.
+        built: What :func:`digests_as_built` has given.
+    """
+
+    def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
+        changed = changed_names(dict(built), _digests_of(dataset, None)) if built else set[str]()
+        self._held = [
+            (vars(part), name, value)
+            for part in (parts_of(dataset) if changed else ())
+            for name, value in getattr(part, "__dict__", {}).items()
+            if f"{type(part).__qualname__}.{name}" in changed
+        ]
+
+    def put_back(self) -> None:
+        """Set them as they were."""
+        for of_part, name, value in self._held:
+            of_part[name] = value
 
 
 def _sizes_in(part: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
@@ -28,7 +30,8 @@ from lightning_stateful.iterable_datasets.rank_draws import (
     lightning_seeds_workers,
     where_generators_stand,
 )
-from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass
+from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass, digests_as_built
+from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -91,6 +94,8 @@ class IterableOrder(StreamReader):
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
         how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
+        if is_watched and has_state(self.dataset):
+            self.settings = replace(self.settings, built=digests_as_built(self.dataset))
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
         # Of workers that end with the epoch, each draws from a copy of what it holds here.
@@ -337,6 +342,14 @@ class IterableOrder(StreamReader):
         if self._watch is not None and self._within is not None:
             self._watch.note_set(self._within.changed())
 
+    def _note_own_state(self, watch: SetBetweenPasses, state: IterableState) -> None:
+        """Try on a copy which attributes the state of the dataset's own restores, if it can be copied."""
+        own = next((slot["state"]["dataset"] for slot in state.slots if slot and slot["state"]), None)
+        with suppress(Exception):
+            copied = copied_with_shared_data(self.dataset)
+            copied.load_state_dict(from_plain(own))
+            watch.note_own_state(copied)
+
     def _beginning_of_run(self, epoch: int, step: int) -> IterableState:
         is_moved, self._moves_to = (epoch, step) == self._moves_to, None
         if self._shares_workers or not self.settings.stays:
@@ -355,11 +368,13 @@ class IterableOrder(StreamReader):
             self._copies.note_begin(is_started=self.worker_iterator is not None)
         if not step:
             self._note_cut()
+        state = self.state_at(epoch, step)
         if self._watch is not None:
+            if is_moved and step and has_state(self.dataset):
+                self._note_own_state(self._watch, state)
             self._watch.note_begin()
         if self._within is not None:
             self._within.note_begin()
-        state = self.state_at(epoch, step)
         self._epoch = epoch
         # The datasets of this process stand where the epochs before have left them.
         is_here = self.begins_anew and not step and not is_moved

@@ -63,6 +63,25 @@ class HasState(Scaled):
         self.given = state["given"]
 
 
+class HoldsLevel(HasState):
+    """Has the level in its state, too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.level = state["level"]
+
+
+class GoesOn(HoldsLevel):
+    """Begins anew at once where a pass ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given %= 2 * ALONE
+        return super().__iter__()
+
+
 class Short(IterableDataset[Any]):
     """Ends before the other does, which nobody knows before."""
 
@@ -95,13 +114,24 @@ class SetsAndSaves(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.put(trainer, "on_train_epoch_start")
 
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if (trainer.current_epoch, arguments[-1]) == (1, 3):
+            trainer.save_checkpoint(self.folder / "0.5.ckpt")
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.put(trainer, "on_train_epoch_end")
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
 
 
 def fit(
-    folder: Path, hook: str, *, kind: Any = Scaled, is_beside: bool = True, adds: bool = False, epoch: int = -1
+    folder: Path,
+    hook: str,
+    *,
+    kind: Any = Scaled,
+    is_beside: bool = True,
+    adds: bool = False,
+    epoch: float = -1,
+    workers: int = 0,
 ) -> tuple[list[Any], list[str]]:
     """The batches of a dataset, and the warnings of this package.
 
@@ -111,12 +141,13 @@ def fit(
         kind: The dataset.
         is_beside: Whether another dataset is read beside it, whose end cuts its passes.
         adds: Whether the hook adds to the level; else it goes by the epoch.
-        epoch: The epoch behind which to go on.
+        epoch: The epoch behind which to go on; 0.5 to go on in the middle of the second.
+        workers: Of the loader.
     """
     dataset, model = kind(), Records()
     callbacks = [SetsAndSaves(dataset, folder, hook, adds=adds), StatefulDataCallback(seed=0)]
     trainer = quiet_trainer(*callbacks, max_epochs=3, limit_val_batches=0)
-    loader: Any = DataLoader(dataset, batch_size=2)
+    loader: Any = DataLoader(dataset, batch_size=2, num_workers=workers)
     loader = CombinedLoader([loader, DataLoader(Short(), batch_size=2)], "min_size") if is_beside else loader
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -157,3 +188,16 @@ def test_that_an_ended_pass_is_read_again_with_another_level_is_left_to_the_log(
     resumed, said = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False, epoch=1)
     assert (resumed, said) == (whole[2 * ALONE :], [])
     assert "of pass 1 on, perhaps because hooks have set HasState.level since: that pass is over" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [HoldsLevel, GoesOn])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", ""])
+def test_what_a_hook_sets_for_an_epoch_is_not_put_back_by_the_state_of_the_one_before(
+    tmp_path: Path, kind: Any, workers: int, hook: str
+) -> None:
+    whole, _ = fit(tmp_path, hook, kind=kind, is_beside=False, workers=workers)
+    for epoch, first in ((0, ALONE), (0.5, ALONE + 4), (1, 2 * ALONE)):
+        resumed, said = fit(tmp_path, hook, kind=kind, is_beside=False, epoch=epoch, workers=workers)
+        assert resumed == whole[first:], epoch
+        assert [one for one in said if "another here" in one or "other samples" in one] == [], epoch
