@@ -115,6 +115,8 @@ class SetsAndSaves(pl.Callback):
         self.put(trainer, "on_train_epoch_start")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if arguments[-1] == ALONE - 3:
+            self.put(trainer, "on_train_batch_end")
         if (trainer.current_epoch, arguments[-1]) == (1, 3):
             trainer.save_checkpoint(self.folder / "0.5.ckpt")
 
@@ -201,3 +203,30 @@ def test_what_a_hook_sets_for_an_epoch_is_not_put_back_by_the_state_of_the_one_b
         resumed, said = fit(tmp_path, hook, kind=kind, is_beside=False, epoch=epoch, workers=workers)
         assert resumed == whole[first:], epoch
         assert [one for one in said if "another here" in one or "other samples" in one] == [], epoch
+
+
+class ForNextPass(HoldsLevel):
+    """Begins a pass with the level, and goes by a new one only in the next."""
+
+    begun_with = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun_with = self.level if not self.given else self.begun_with
+        while self.given < 2 * ALONE:
+            self.given += 1
+            yield self.given + 100 * self.begun_with
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "begun_with": self.begun_with}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.begun_with = state["begun_with"]
+
+
+def test_what_a_hook_sets_behind_the_latest_state_of_a_pass_is_named(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path, "on_train_batch_end", kind=ForNextPass, is_beside=False)
+    resumed, said = fit(tmp_path, "on_train_batch_end", kind=ForNextPass, is_beside=False, epoch=1)
+    assert (resumed == whole[2 * ALONE :]) == (not said)
+    assert all("ForNextPass.level was set within the epoch in the run that wrote" in one for one in said), said
