@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.errors import StatefulWarning, some_of
-from lightning_stateful.generators.attributes import attributes_of, is_users
+from lightning_stateful.generators.attributes import attributes_of, is_users, package_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
@@ -166,9 +166,9 @@ def look_once(trainer: pl.Trainer) -> None:
         said = [_change(name, others[name], now.get(name, "not set")) for name in left]
         of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         _log.info(
-            f"Attributes of the module or of callbacks{of_rank} that no checkpoint holds had been changed in training "
-            f"when this one was written, and are others here: {some_of(said)}. If training depends on them, the resume "
-            "is not exact: save them in on_save_checkpoint, or in state_dict of a callback, or set them in "
+            f"Attributes of the module, callbacks or data module{of_rank} that no checkpoint holds had been changed in "
+            f"training when this one was written, and are others here: {some_of(said)}. If training depends on them, "
+            "the resume is not exact: save them in on_save_checkpoint, or in a callback's state_dict, or set them in "
             f"on_train_start.{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
         )
 
@@ -189,7 +189,7 @@ def _buffers(trainer: pl.Trainer) -> Texts:
 
 
 def texts_of_attributes(trainer: pl.Trainer) -> Texts:
-    """Texts, by name, of what the module and callbacks of the user's hold in attributes, and a checkpoint does not."""
+    """Texts, by name, of what module, callbacks and data module of the user's hold in attributes, and no checkpoint."""
     module, found = trainer.lightning_module, Texts()
     # What a checkpoint holds.
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -233,8 +233,11 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
-    """The module, its parts and the callbacks that are a user's own."""
-    named = [(type(one).__qualname__, one) for one in callbacks_of(trainer)]
+    """The module, its parts, the callbacks and the data module that are a user's own."""
+    module: Any = vars(trainer).get("datamodule")
+    # One that is derived from a class of this package holds its loaders.
+    is_own = all(package_of(kind) != "lightning_stateful" for kind in type(module).__mro__)
+    named = [(type(one).__qualname__, one) for one in (*callbacks_of(trainer), *([module] if is_own else []))]
     for name, one in (*trainer.lightning_module.named_modules(), *named):
         if is_users(type(one).__module__):
             yield name, one
@@ -242,8 +245,9 @@ def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=1)
 def names_of_lightning() -> frozenset[str]:
-    """Attributes that any LightningModule has."""
-    return frozenset({*vars(pl.LightningModule()), "_hparams", "_hparams_initial", "_hparams_name"})
+    """Attributes that any LightningModule, or LightningDataModule, has."""
+    held = {*vars(pl.LightningModule()), *vars(pl.LightningDataModule())}
+    return frozenset({*held, "_hparams", "_hparams_initial", "_hparams_name"})
 
 
 _KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {"passing": _buffers, "remembered": texts_of_attributes}

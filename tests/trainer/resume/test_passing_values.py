@@ -11,6 +11,7 @@ from collections import UserDict, deque
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_attributes_that_a_resume_lacks_are_named_in_the_log(
             enable_checkpointing=not path,
         )
         trainer.fit(Remembers(restores), DataLoader([torch.ones(32)] * 8, batch_size=2), ckpt_path=path)
-        found = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+        found = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
         if path is None:
             assert not found
     (said,) = found
@@ -221,7 +222,7 @@ def said_of_attributes(
         trainer.fit(model(), DataLoader([torch.ones(32)] * 2 * batches, batch_size=2), ckpt_path=path)
         if path is None:
             trainer.save_checkpoint(folder / "x.ckpt")
-    (said,) = [one for one in caplog.messages if "Attributes of the module or of callbacks" in one]
+    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
     return str(said)
 
 
@@ -229,6 +230,32 @@ def test_so_are_objects_networks_and_schedulers_that_are_held(tmp_path: Path, ca
     said = said_of_attributes(tmp_path, caplog, Helped, Teaches, steps=5)
     helper, scheduler = "helpers[0].value was 0.25 and is 1.0", "Teaches.scheduler.last_epoch was 2 and is 0"
     assert f"others here: {helper}, Teaches.teacher, {scheduler}. If" in said
+
+
+class KeepsLosses(pl.LightningDataModule):
+    """Holds what training writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = [0.0]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(12, 32), batch_size=2)
+
+
+class WritesLosses(BoringModel):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.datamodule.losses[0] += 1.0  # type: ignore[attr-defined]
+
+
+def test_so_is_what_a_data_module_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / "x.ckpt"):
+        trainer = quiet_trainer(StatefulDataCallback(), max_epochs=1, max_steps=4 if path else 2, limit_val_batches=0)
+        trainer.fit(WritesLosses(), datamodule=KeepsLosses(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
+    assert "are others here: KeepsLosses.losses. If" in said
 
 
 class Replays(Callback):
