@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -234,8 +234,8 @@ class IterableSlot:
     def _can_begin_again(self, held: NodeState) -> bool:
         """Whether the one or two batches given behind a known beginning of the pass can be read again from there."""
         is_known = not (has_state(self._dataset) and self._config.stays and self.epoch) or held["ended"]
-        # Without seeds another order may be drawn there.
-        can_be = held["state"] is not None and self._config.sample_seed is not None
+        # Without seeds another order may be drawn there; and hooks may have set something for the pass.
+        can_be = held["state"] is not None and self._config.sample_seed is not None and not self._config.set_by_hooks
         return bool(0 < held["batches"] <= _FROM_BEGINNING and can_be and is_known)
 
     def begin_pass(self, epoch: int) -> None:
@@ -310,15 +310,14 @@ class IterableSlot:
                 return
         is_at_end = ended["over"] and self._is_exhausted
         if not is_same:
-            self._say_other(number, is_at_end=is_at_end)
+            self._say_other(number, self._config.set_by_hooks or set_here.names, is_at_end=is_at_end)
         elif is_at_end:
             self.said += self._kept.said(ended, self._name())
         self.close()
 
-    def _say_other(self, number: int, *, is_at_end: bool) -> None:
+    def _say_other(self, number: int, by_hooks: Sequence[str], *, is_at_end: bool) -> None:
         """Say that the pass before has given other samples; if it ends where it did, hooks may be the cause."""
         said = f"{self._name()} gives other samples from batch {number} of pass {self.epoch - 1} on"
-        by_hooks = self._config.set_by_hooks
         if by_hooks and is_at_end:
             self.said.append(Remark(f"{said}, perhaps because hooks have set {some_of(by_hooks)} since: {PERHAPS}"))
         else:

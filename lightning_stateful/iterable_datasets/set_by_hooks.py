@@ -369,10 +369,14 @@ class SetSinceBuilt:
     Args:
         dataset: The dataset, which nobody has read.
         built: What :func:`digests_as_built` has given.
+
+    Attributes:
+        names: Their names.
     """
 
     def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
         changed = changed_names(dict(built), _digests_of(dataset, None)) if built else set[str]()
+        self.names = sorted(changed)
         self._held = [
             (vars(part), name, value)
             for part in (parts_of(dataset) if changed else ())

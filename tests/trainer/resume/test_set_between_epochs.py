@@ -117,8 +117,8 @@ class SetsAndSaves(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         if arguments[-1] == ALONE - 3:
             self.put(trainer, "on_train_batch_end")
-        if (trainer.current_epoch, arguments[-1]) == (1, 3):
-            trainer.save_checkpoint(self.folder / "0.5.ckpt")
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.folder / f"0.{arguments[-1] + 1}.ckpt")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.put(trainer, "on_train_epoch_end")
@@ -143,7 +143,7 @@ def fit(
         kind: The dataset.
         is_beside: Whether another dataset is read beside it, whose end cuts its passes.
         adds: Whether the hook adds to the level; else it goes by the epoch.
-        epoch: The epoch behind which to go on; 0.5 to go on in the middle of the second.
+        epoch: The epoch behind which to go on; 0.3 to go on behind three batches of the second.
         workers: Of the loader.
     """
     dataset, model = kind(), Records()
@@ -187,9 +187,12 @@ def test_that_an_ended_pass_is_read_again_with_another_level_is_left_to_the_log(
 ) -> None:
     whole, _ = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False)
     caplog.set_level("INFO", logger="lightning.pytorch")
-    resumed, said = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False, epoch=1)
-    assert (resumed, said) == (whole[2 * ALONE :], [])
-    assert "of pass 1 on, perhaps because hooks have set HasState.level since: that pass is over" in caplog.text
+    for epoch in (0, 1):
+        resumed, said = fit(tmp_path, "on_train_epoch_start", kind=HasState, is_beside=False, epoch=epoch)
+        assert resumed == whole[(epoch + 1) * ALONE :]
+        assert [one for one in said if "other samples" in one] == []
+        hooks = "perhaps because hooks have set HasState.level since: that pass is over"
+        assert f"of pass {epoch} on, {hooks}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [HoldsLevel, GoesOn])
@@ -199,7 +202,7 @@ def test_what_a_hook_sets_for_an_epoch_is_not_put_back_by_the_state_of_the_one_b
     tmp_path: Path, kind: Any, workers: int, hook: str
 ) -> None:
     whole, _ = fit(tmp_path, hook, kind=kind, is_beside=False, workers=workers)
-    for epoch, first in ((0, ALONE), (0.5, ALONE + 4), (1, 2 * ALONE)):
+    for epoch, first in ((0, ALONE), (0.1, ALONE + 1), (0.2, ALONE + 2), (0.5, ALONE + 5), (1, 2 * ALONE)):
         resumed, said = fit(tmp_path, hook, kind=kind, is_beside=False, epoch=epoch, workers=workers)
         assert resumed == whole[first:], epoch
         assert [one for one in said if "another here" in one or "other samples" in one] == [], epoch
