@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_stateful.core.order import Progress
-from lightning_stateful.errors import PositionError
+from lightning_stateful.errors import PositionError, some_of
+from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
@@ -155,6 +158,32 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
             "state_dict and load_state_dict."
         )
     return (now,)
+
+
+def held_by(order: UserSampler) -> dict[str, str]:
+    """Digests of the attributes of a sampler that another process may compare: of none with sets or generators."""
+    parts = {name: (value, SamplerParts(value)) for name, value in attributes_of(order.sampler).items()}
+    return {
+        name: hex_digest(digest_of_contents([value], of_copy=True).encode())
+        for name, (value, within) in parts.items()
+        if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
+    }
+
+
+def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
+    """Warn of attributes that are others than before the stop, though the passes before have been begun again.
+
+    Args:
+        order: The sampler, which something else than its passes had changed.
+        held: What :func:`held_by` gave where the epoch began.
+    """
+    now = held_by(order)
+    if others := sorted(name for name, was in held.items() if now.get(name, was) != was):
+        warn(
+            f"{some_of([f'{order.name}.{name}' for name in others])} had been changed by something else than passes of "
+            "the sampler when the checkpoint was written, and is another here: the resume is not exact if what it "
+            "yields depends on that. Save it in a callback, and set it again in on_train_start."
+        )
 
 
 def check_details(order: UserSampler, here: Progress) -> None:

@@ -30,7 +30,7 @@ from lightning_stateful.user_samplers.earlier_passes import (
     spelled_out,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
-from lightning_stateful.user_samplers.resumed_epoch import begins_as
+from lightning_stateful.user_samplers.resumed_epoch import begins_as, warn_of_others
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
 
 _InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -136,6 +136,11 @@ class SamplerMemory:
                 f"validation a {order.name} of its own."
             )
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether something else than its passes is known to change the sampler."""
+        return "changed" in self._warned
+
     def note_look(self) -> None:
         """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
         self._looks_next = True
@@ -159,6 +164,8 @@ class SamplerMemory:
         self._close()
         if earlier is not None and order.is_trained_on:
             self.begin_again(order, begun.label[0], earlier)
+            if begun.held:
+                warn_of_others(order, begun.held)
         elif self._lacks_passes(order, begun):
             self.warn_once(
                 f"{order.name} changes itself in each of its passes, and begins with epoch {begun.label[0]} here, "
@@ -196,7 +203,7 @@ class SamplerMemory:
             self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
-        self.begins_as = begins_as(order, begun, is_changed="changed" in self._warned)
+        self.begins_as = begins_as(order, begun, is_changed=self.is_changed)
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with, self._began_with = begun, "", now

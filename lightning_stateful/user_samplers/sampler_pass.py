@@ -8,7 +8,7 @@ import time
 import warnings
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -80,6 +80,7 @@ class SamplerPass:
         goes_on: Whether the sampler is to come to its end before another pass begins, and has not yet.
         is_assumed: Whether a state has been taken that counts on that.
         listed: Items of the epoch, where Lightning alone would list all of them; else None.
+        held: Digests of what the sampler held where the epoch began that a resume begins with, if they are known.
     """
 
     drawn: int
@@ -107,6 +108,7 @@ class SamplerPass:
         self._noted_next = 0
         self.goes_on = self.is_assumed = False
         self.listed: int | None = None
+        self.held: Mapping[str, str] = {}
         self.has_states: bool = order.resume_mode == "own_state"
         self._iterated: IteratedSampler | None = None
         self._iterator: Iterator[Any] = iter(())

@@ -20,6 +20,7 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
+from lightning_stateful.user_samplers.resumed_epoch import held_by
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
@@ -132,6 +133,7 @@ class SamplerEpochPlan:
             )
         since = self._begun.details.get("since")
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
+        walk.held = self._begun.details.get("held", {})
         if self._is_listed:
             walk.listed, walk.goes_on = self._length, True
         steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
@@ -144,10 +146,9 @@ class SamplerEpochPlan:
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest pass has noted by then."""
-        after = self._progress_after(steps)
         if not self._begun.consumed + steps:
             self.order.memory.compare_epochs(self.order, self.epoch)
-        return after
+        return self._progress_after(steps)
 
     def _progress_after(self, steps: int) -> Progress:
         begun, remaining, order = self._begun, self.remaining, self.order
@@ -169,6 +170,10 @@ class SamplerEpochPlan:
         began = [begun.details.get("began")] if self._latest is None else order.memory.begins_as
         if order.is_trained_on and any(began) and begun.consumed + served:
             details["began"] = began[0]
+        if order.is_trained_on and not begun.consumed + served and order.remembers:
+            held = begun.details.get("held", {}) if self._latest is None else {}
+            held = held or (held_by(order) if order.memory.is_changed else {})
+            details |= {"held": held} if held else {}
         if order.is_trained_on and served and self._is_changed_by_others():
             details["changed"] = True
         if order.is_trained_on:

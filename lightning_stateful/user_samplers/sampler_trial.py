@@ -290,7 +290,10 @@ class WrittenFiles:
 
 
 def _is_written(function: Any, how: Any) -> bool:
-    """Whether a file is opened to write it, by a mode or by flags."""
+    """Whether a file is opened to write it, by a mode or by flags, or ``torch.save`` is to write one."""
+    if function.__name__ == "save":
+        # Not into memory, as tensors in a sampler's own state are; a file has been opened.
+        return isinstance(how, (str, os.PathLike))
     if function.__name__ != "open":
         return True
     if isinstance(how, int):

@@ -56,7 +56,8 @@ _PARAMETERS = ("weights", "indices", "num_samples", "replacement", "shuffle", "s
 _NOTE = (COUNT, str, object)
 _NOTED = Either((), [Either((), _NOTE)], _NOTE, (*_NOTE, Either(None, (COUNT, COUNT, str))))
 _PASSES = [(EPOCH, CYCLE, range(-1, COUNT.stop), range(1, COUNT.stop))]
-_DETAILS = {"passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), "began?": str, "changed?": bool}
+_OF_CHANGES = {"began?": str, "changed?": bool, "held?": {str: str}}
+_DETAILS = {"passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), **_OF_CHANGES}
 # Options that decide how items are dealt out alone.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "is_dealt_out", "is_wrapped"})
 

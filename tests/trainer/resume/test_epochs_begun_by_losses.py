@@ -208,3 +208,41 @@ def test_a_state_of_the_samplers_own_that_holds_what_training_writes_is_warned_o
     resumed, said = fit(kind, tmp_path, STEPS - 1, "latest, as training starts", about=OWN_STATE)
     assert (resumed == whole[STEPS - 1 :]) == (kind is KeepsPlan)
     assert len(said) == (kind is KeepsLosses)
+
+
+class CountsPasses(KeepsPlan):
+    """Draws by the number of its passes, too."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        generator = torch.Generator().manual_seed(self.passes)
+        return iter(torch.multinomial(1 + self.losses, NUMBER, replacement=True, generator=generator).tolist())
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]  # it has none
+
+
+OTHERS = "had been changed by something else than passes of the sampler"
+
+
+@pytest.mark.parametrize("restores", ["", "latest, as training starts"])
+def test_what_training_has_written_into_a_sampler_that_counts_is_named_at_the_end_of_an_epoch(
+    tmp_path: Path, restores: str
+) -> None:
+    whole, _ = fit(CountsPasses, tmp_path, about=OTHERS)
+    resumed, said = fit(CountsPasses, tmp_path, STEPS, restores, about=OTHERS)
+    assert (resumed == whole[STEPS:]) == bool(restores)
+    assert [one.startswith(f"CountsPasses.losses {OTHERS}") for one in said] == [True] * (not restores)
+
+
+LEFT = "had been changed in training when the checkpoint was written"
+
+
+@pytest.mark.parametrize("kind", [KeepsPlan, KeepsLosses])
+@pytest.mark.parametrize("restores", ["", "latest, as training starts"])
+def test_so_is_what_is_written_into_one_whose_state_holds_a_tensor(tmp_path: Path, kind: Any, restores: str) -> None:
+    whole, _ = fit(kind, tmp_path, about=LEFT)
+    resumed, said = fit(kind, tmp_path, STEPS, restores, about=LEFT)
+    assert (resumed == whole[STEPS:]) == bool(restores)
+    assert [one.startswith(f"{kind.__name__} {LEFT}") for one in said] == [True] * (not restores)
