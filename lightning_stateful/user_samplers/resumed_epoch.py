@@ -129,7 +129,7 @@ def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, 
     progress, when_saved = state["progress"], state.get("changed", {}).get("sequence")
     # Before training had changed it, it was as built.
     began = progress.get("began") or (value_at(state["config"], "sequence") if when_saved else None)
-    if not progress["consumed"] or not isinstance(began, str):
+    if not progress.get("consumed") or not isinstance(began, str):
         return ()
     return (began, config["sequence"]) if when_saved not in (None, config["sequence"]) else (began,)
 

@@ -227,14 +227,18 @@ class SamplerPass:
     def _note_end(self) -> None:
         order = self._order
         order.memory.note_end(order, self)
-        if order.dealing.is_own and order.is_trained_on and order.num_items is None:
+        if self._tells_no_length:
             self._compare_ends()
 
+    @property
+    def _tells_no_length(self) -> bool:
+        """Whether it is trained on, and each rank has a sampler of its own that tells no length."""
+        order = self._order
+        return order.dealing.is_own and order.is_trained_on and order.num_items is None
+
     def _compare_ends(self) -> None:
-        """Warn where ranks whose samplers tell no length have had other numbers of batches in this pass."""
-        order, name = self._order, f"{self._posted_as} ended"
-        # A fit before this one has posted its own.
-        label = [*self.label, len(order.memory.passes)]
+        """Warn where ranks have had other numbers of batches in this pass."""
+        order, name, label = self._order, f"{self._posted_as} ended", [*self.label]
         post(name, {"label": label, "steps": order.rule(1).num_steps(self.end or 0)})
         found = [of_rank["steps"] if of_rank and of_rank["label"] == label else None for of_rank in posted(name)]
         if len({*found} - {None}) > 1:
@@ -315,6 +319,9 @@ class SamplerPass:
         order, started = self._order, time.perf_counter()
         index, _, state = self._expected
         is_loaded = state is None and type(self._earlier) is list
+        if self._tells_no_length and not order.memory.passes:
+            # A fit before this one may have posted its own.
+            post(f"{self._posted_as} ended", None)
         order.memory.note_begin(order, self, self._earlier if is_loaded else None)
         self.drawn = index if state is not None else 0
         self._iterated = iterated = order.iterated()

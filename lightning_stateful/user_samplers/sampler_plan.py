@@ -170,7 +170,8 @@ class SamplerEpochPlan:
         began = [begun.details.get("began")] if self._latest is None else order.memory.begins_as
         if order.is_trained_on and any(began) and begun.consumed + served:
             details["began"] = began[0]
-        if order.is_trained_on and not begun.consumed + served and order.remembers:
+        # One that is told the epoch may keep it.
+        if order.is_trained_on and not (begun.consumed + served or order.has_set_epoch) and order.remembers:
             held = begun.details.get("held", {}) if self._latest is None else {}
             held = held or (held_by(order) if order.memory.is_changed else {})
             details |= {"held": held} if held else {}

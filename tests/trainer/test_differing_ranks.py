@@ -130,4 +130,4 @@ def test_a_rank_that_gets_what_rank_0_saved_says_so(ranks: Ranks) -> None:
     named = [[one for one in said if "Scales.mean was" in one] for _, said in of_ranks]
     assert not named[0]
     (said,) = named[1]
-    assert "callbacks of rank 1 that" in said
+    assert "data module of rank 1 that" in said

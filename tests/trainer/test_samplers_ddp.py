@@ -248,12 +248,10 @@ def test_ranks_that_have_other_numbers_of_batches_are_warned_of(ranks: Ranks) ->
     apart, alike, goes_on, goes_on_alike = zip(*ranks.of(ended_apart), strict=True)
     said = "OfManyLengths has given ranks other numbers of batches in epoch 0: 3 on rank 0, 4 on rank 1"
     # The one that ends later sees both.
-    assert [any(one.startswith(said) for one in of_rank) for of_rank in apart] == [False, True]
+    assert any(one.startswith(said) for one in apart[1])
     said = "A checkpoint is written where ranks stand at other batches: rank 1 at batch 4 of epoch 0, and rank 0 at"
     assert [any(one.startswith(said) for one in of_rank) for of_rank in apart] == [True, False]
-    assert any(one.startswith("The checkpoint was written where ranks [1] stood at another") for one in goes_on[0]), (
-        goes_on
-    )
+    assert any(one.startswith("The checkpoint was written where ranks [1] stood at another") for one in goes_on[0])
     assert alike == goes_on_alike == ([], [])
 
 
