@@ -164,7 +164,7 @@ def held_by(order: UserSampler) -> dict[str, str]:
     """Digests of the attributes of a sampler that another process may compare: of none with sets or generators."""
     parts = {name: (value, SamplerParts(value)) for name, value in attributes_of(order.sampler).items()}
     return {
-        name: hex_digest(digest_of_contents([value], of_copy=True).encode())
+        name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
         for name, (value, within) in parts.items()
         if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
     }

@@ -175,15 +175,20 @@ class SamplerTrial:
 
     def compare_orders_of_sets(self) -> None:
         """Look for an epoch that begins otherwise on a copy of which sets of strings have another order."""
-        other = self._fresh()
-        sets = [part for part in SamplerParts(other.sampler, self._order.dataset).found if type(part) is set]
-        sets = [one for one in sets if len(one) > 1 and not all(isinstance(item, (int, float)) for item in one)]
         # With a value of the user's it is the same in all processes.
-        if not sets or os.environ.get("PYTHONHASHSEED", "random") != "random":
+        is_fixed = os.environ.get("PYTHONHASHSEED", "random") != "random"
+        if is_fixed or not _sets_of_strings(self._order.sampler, self._order.dataset):
             return
-        for one in sets:
+        other = self._fresh()
+        for one in _sets_of_strings(other.sampler, self._order.dataset):
             _put_in_other_order(one)
         self._facts.by_sets_in = _first_apart(self._fresh(), other, range(3 if self.is_cheap else 1))
+
+
+def _sets_of_strings(sampler: Any, dataset: Any) -> list[set[Any]]:
+    """Sets in a sampler whose order is another one in each process: of other items than numbers."""
+    sets = [part for part in SamplerParts(sampler, dataset).found if type(part) is set and len(part) > 1]
+    return [one for one in sets if not all(isinstance(item, (int, float)) for item in one)]
 
 
 def _put_in_other_order(of: set[Any]) -> None:
