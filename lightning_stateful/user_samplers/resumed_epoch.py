@@ -155,7 +155,7 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
             "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "
             "an epoch begins it again, so what is left of the epoch may not be what was left, and the resume is not "
             "exact. Save what the epoch is begun with, and restore that before the first batch; or give the sampler "
-            "state_dict and load_state_dict."
+            "state_dict and load_state_dict, of its plan and position alone."
         )
     return (now,)
 
