@@ -164,7 +164,9 @@ def _is_shared(value: object, is_held: bool) -> bool:
         return True
     if isinstance(value, (*_CONTAINERS, *GENERATORS)):
         return False
-    if package_of(type(value)) in _LIBRARIES:
+    # This package's callback, in trainer.callbacks, leads to all loaders.
+    is_own_callback = package_of(type(value)) == "lightning_stateful" and is_lightnings(value)
+    if is_own_callback or package_of(type(value)) in _LIBRARIES:
         return True
     # Whatever else is indexed and has a length is a dataset of some library.
     is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")

@@ -254,8 +254,9 @@ class SamplerMemory:
         if is_changed:
             self.warn_once(
                 f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
-                "of its own later passes has changed what it draws from. A checkpoint does not hold that, so a resume "
-                "is exact only if it is set again before the first batch, in on_train_start.",
+                "of its own later passes has changed what it draws from. But for weights and buffers of the module no "
+                "checkpoint holds that, so a resume is exact only if it is set again before the first batch, in "
+                "on_train_start.",
                 once="changed",
             )
         # Trying copies may have changed what they share with it.

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
 
 SAMPLES, BATCH = 40, 4
 
@@ -89,3 +91,10 @@ def test_one_whose_range_training_changes_is_still_warned_of(tmp_path: Path) -> 
 
     with pytest.warns(StatefulWarning, match="Curriculum no longer yields what it did before training"):
         fit(Hardens(), Curriculum, tmp_path / "whole.ckpt")
+
+
+def test_a_sampler_that_holds_the_callbacks_of_the_trainer_is_copied_without_them() -> None:
+    sampler: Any = Curriculum(Model())
+    sampler.callbacks = [StatefulDataCallback(), LearningRateMonitor()]
+    parts = SamplerParts(sampler)
+    assert {*map(id, sampler.callbacks)} <= {*map(id, parts.shared)}
