@@ -86,6 +86,11 @@ class SetBetweenPasses:
             present = self._digests(self._expected)
             self._as_built = {name for name, held in self._expected.items() if present[name] != held}
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether the first pass is to be compared with a checkpoint."""
+        return bool(self._expected)
+
     def note_own_state(self, loaded: Any) -> None:
         """A copy of the dataset has loaded the state that its pass goes on from: what that restores need not be set."""
         present = _digests_of(loaded, self._expected)
@@ -223,15 +228,15 @@ class SetWithinPass:
 
     Args:
         dataset: The dataset, which is read in this process.
+        built: What :func:`digests_as_built` has given.
 
     State:
         ``within``: digests by ``class.attribute`` of what was set so, as it is now; ``ahead``: which of them were set
         after the next batch had been read.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._built = _digests_of(dataset, None)
+    def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
+        self._dataset, self._built = dataset, built
         self._holders: list[Any] = []
         # The attributes behind the latest batch; None before the first one.
         self._left: list[dict[str, Any]] | None = None

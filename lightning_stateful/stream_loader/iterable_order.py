@@ -94,10 +94,10 @@ class IterableOrder(StreamReader):
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
         how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
-        if is_watched and has_state(self.dataset):
-            self.settings = replace(self.settings, built=digests_as_built(self.dataset))
+        built = digests_as_built(self.dataset) if is_watched else {}
+        self.settings = replace(self.settings, built=built if has_state(self.dataset) else {})
         # What is set within a pass does not reach workers.
-        self._within = SetWithinPass(self.dataset) if is_watched and not loader.num_workers else None
+        self._within = SetWithinPass(self.dataset, built) if is_watched and not loader.num_workers else None
         # Of workers that end with the epoch, each draws from a copy of what it holds here.
         is_copied = is_watched and not self.settings.stays and not has_state(self.dataset)
         self._copied = KeptGenerators(parts_of(self.dataset)) if is_copied else None
@@ -370,7 +370,7 @@ class IterableOrder(StreamReader):
             self._note_cut()
         state = self.state_at(epoch, step)
         if self._watch is not None:
-            if is_moved and step and has_state(self.dataset):
+            if is_moved and step and self._watch.is_awaiting and has_state(self.dataset):
                 self._note_own_state(self._watch, state)
             self._watch.note_begin()
         if self._within is not None:

@@ -37,8 +37,8 @@ from lightning_stateful.user_samplers.sampler_trial import copy_as_now
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
-# Seconds to the first items that are too much for each save.
-_SLOW_TO_BEGIN = 0.5
+# Seconds to the first items with which a copy that goes on from a state takes too long at each save.
+_SLOW_TO_GO_ON = 0.5
 # Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
 _DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
@@ -211,7 +211,7 @@ class SamplerPass:
         """Whether something else than its iteration has changed the sampler's own state since that was noted last."""
         note = next((note for note in reversed(self._notes) if note[2] is not None), None)
         order = self._order
-        if note is None or not self.has_states or self.end is not None or order.facts.begins_in > _SLOW_TO_BEGIN:
+        if note is None or not self.has_states or self.end is not None or order.facts.begins_in > _SLOW_TO_GO_ON:
             return False
         with suppress(Exception), SharedObjects(order.sampler, order.dataset), keep_randomness():
             tried = copy_as_now(order, order.sampler)

@@ -167,24 +167,26 @@ class SamplerEpochPlan:
             since = begun.details.get("since") if is_unread else order.memory.passes_since(begun.epoch, begun.cycle)
             # Only where an evaluation loader shares the sampler.
             details |= {"since": since} if since else {}
-        began = [begun.details.get("began")] if self._latest is None else order.memory.begins_as
-        if order.is_trained_on and any(began) and begun.consumed + served:
-            details["began"] = began[0]
-        # One that is told the epoch may keep it.
-        if order.is_trained_on and not (begun.consumed + served or order.has_set_epoch) and order.remembers:
-            held = begun.details.get("held", {}) if self._latest is None else {}
-            held = held or (held_by(order) if order.memory.is_changed else {})
-            details |= {"held": held} if held else {}
-        if order.is_trained_on and served and self._is_changed_by_others():
-            details["changed"] = True
         if order.is_trained_on:
+            details |= self._details_of_changes(served)
             details["items"] = self._noted if begun.consumed + served else None
         return replace(begun, consumed=begun.consumed + served, details=details)
 
-    def _is_changed_by_others(self) -> bool:
-        if self._latest is None:
-            return bool(self._begun.details.get("changed"))
-        return self._latest.is_changed_by_others()
+    def _details_of_changes(self, served: int) -> dict[str, Any]:
+        """What a state says of changes of the sampler by something else than its passes, after so many items."""
+        begun, order, latest = self._begun, self.order, self._latest
+        loaded = begun.details if latest is None else {}
+        if not begun.consumed + served:
+            # One that is told the epoch may keep it.
+            if not order.remembers or order.has_set_epoch:
+                return {}
+            held = loaded.get("held") or (held_by(order) if order.memory.is_changed else {})
+            return {"held": held} if held else {}
+        if latest is None:
+            began, is_changed = loaded.get("began"), served > 0 and loaded.get("changed")
+        else:
+            began, is_changed = next(iter(order.memory.begins_as), ""), served > 0 and latest.is_changed_by_others()
+        return {**({"began": began} if began else {}), **({"changed": True} if is_changed else {})}
 
     def passes_if_unread(self) -> list[list[int]] | None:
         """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""
