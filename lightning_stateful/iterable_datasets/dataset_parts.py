@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.generators.attributes import (
+    PLAIN,
     attributes_and_defaults,
     closure_of,
     is_lightnings,
@@ -20,6 +23,9 @@ from lightning_stateful.generators.attributes import (
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 
+GROWING = (list, set, dict, deque)
+# Items of these up to which they are digested.
+_MOST_ITEMS = 2**13
 # Datasets in one that are looked into for others in turn.
 _MOST_PARTS = 64
 
@@ -101,3 +107,22 @@ def _names_in_set_epoch(kind: type) -> frozenset[str] | None:
         held += [part for one in held if isinstance(one, property) for part in (one.fget, one.fset)]
         functions += [one for one in (*held, *closure_of(function).values()) if isinstance(one, FunctionType)]
     return frozenset(names)
+
+
+def digests_as_built(dataset: Any) -> dict[str, str]:
+    """Digests of plain attributes and containers of a dataset, and of those in it, before anybody has set them."""
+    return digests_of(dataset, None)
+
+
+def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
+    """Digests of attributes as they are now, which another process may compare; None for plain ones and containers."""
+    found: dict[str, str] = {}
+    for name, value in attributes_in(dataset) if names is None or names else ():
+        if name in names if names is not None else type(value) in (*PLAIN, *GROWING):
+            if type(value) in GROWING and len(value) > _MOST_ITEMS:
+                # Such as the samples of a replay buffer, at every save.
+                value = len(value)
+            with suppress(Exception):
+                # What cannot be read, such as an object of an installed package in it, is left alone.
+                found[name] = digest(value, found.get(name, ""))
+    return found

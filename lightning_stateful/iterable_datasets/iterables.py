@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+from torch.utils.data import get_worker_info
 
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, Remark, ShardError, StateError, some_of
@@ -57,8 +60,9 @@ class IterableConfig:
         beginning: The state that it had before anybody read it, as plain data; None if it had none.
         kinds_alike: Kinds of the process's generators whose seeds are the same on all ranks, those of rank 0.
         told: Tells the epoch to those that have ``set_epoch``.
-        set_by_hooks: Names of attributes that hooks had set when the state was taken that is loaded.
+        set_by_hooks: Digests of attributes that hooks had set, by name, from when the state was taken that is loaded.
         built: Of one with a state, digests of its attributes as it was built.
+        early: The slot of a dataset in this process that was brought to the end of a pass, before hooks of the next.
     """
 
     dataset: Any
@@ -73,8 +77,9 @@ class IterableConfig:
     beginning: Any = None
     kinds_alike: frozenset[str] = frozenset()
     told: list[ToldEpochs] = field(default_factory=list, compare=False)
-    set_by_hooks: tuple[str, ...] = field(default=(), compare=False)
+    set_by_hooks: Mapping[str, str] = field(default_factory=dict, compare=False)
     built: Mapping[str, str] = field(default_factory=dict, compare=False)
+    early: list[IterableSlot] = field(default_factory=list, compare=False)
     # It finds out its worker from torch.utils.data.get_worker_info().
     hides_workers: ClassVar[bool] = False
 
@@ -103,7 +108,8 @@ class IterableConfig:
 
     def open(self, task: IterableTask) -> IterableSlot:
         """Open the reader of a worker slot's batches."""
-        return IterableSlot(self, task)
+        early = self.early.pop() if self.early else None
+        return early if early is not None and early.is_of(task) else IterableSlot(self, task)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
@@ -172,6 +178,9 @@ class IterableSlot:
         self._found: list[Any] = []
         self._drawn: Randomness | None = None
         self._number = 0  # Of the pass, in the history.
+        # Whether the pass before has given the same again, where it was read again and this one has not begun yet.
+        self._is_same: bool | None = None
+        self._set_here: SetSinceBuilt | None = None
         # The state after the latest batch, and that after the one before: either is kept two batches later.
         self._next_state: NodeState | None = None
         self._waiting: NodeState | None = None
@@ -183,9 +192,9 @@ class IterableSlot:
         if self._held["over"]:
             self._history.is_behind |= self._samples is None and not self._task.is_here
             raise StopIteration
-        is_brought = self._samples is None and not self._task.is_here
+        is_brought = (self._samples is None or self._is_same is not None) and not self._task.is_here
         try:
-            if self._samples is None:
+            if self._samples is None or self._is_same is not None:
                 self._open()
                 is_brought = False
             batch = self.read_batch(self.epoch, self._held["batches"])
@@ -210,6 +219,18 @@ class IterableSlot:
     def reading(self, dataset: Any) -> IterableSlot:
         """The same for a copy of the dataset."""
         return IterableSlot(replace(self._config, dataset=dataset, told=[]), self._task)
+
+    def bring_early(self) -> None:
+        """Bring a dataset of this process to where the pass before has left it, ahead of hooks that change it then."""
+        held = self._held
+        if held["state"] is None and held["ended"] is not None and held["ended"]["state"] is not None:
+            with keep_randomness(), suppress(Exception):
+                self._read_pass_before(held["ended"])
+                self._config.early.append(self)
+
+    def is_of(self, task: IterableTask) -> bool:
+        """Whether it reads a task."""
+        return self._task is task or self._task == task
 
     def close(self) -> None:
         """Let go of the iterator."""
@@ -281,11 +302,35 @@ class IterableSlot:
 
     def _end_pass_before(self, ended: NodeState) -> None:
         """Bring the dataset to where the pass before has left it."""
+        if self._is_same is None:
+            self._read_pass_before(ended)
+        (is_same, self._is_same), number = (self._is_same, None), ended["number"]
+        if ended["over"] and not self._is_exhausted:
+            # From a state at its end some begin anew at once, and others once they have found nothing. What is found is
+            # the first sample of the pass, and draws as such.
+            self._seed(self.epoch, 0)
+            found = self.read_samples(1)
+            if found and is_same:
+                self._found, self._drawn = found, Randomness.now()
+                return
+        is_at_end = ended["over"] and self._is_exhausted
+        if not is_same:
+            set_here = [] if self._set_here is None else self._set_here.names
+            self._say_other(number, [*self._config.set_by_hooks] or set_here, is_at_end=is_at_end)
+        elif is_at_end:
+            self.said += self._kept.said(ended, self._name())
+        self.close()
+
+    def _read_pass_before(self, ended: NodeState) -> None:
+        """Load the state of the pass before, and read again what it gave since, to where it was left."""
         epoch, number, since = self.epoch - 1, ended["number"], ended["since"]
-        # What hooks have set here is for the epoch that comes.
-        set_here = SetSinceBuilt(self._dataset, {} if self._history else self._config.built)
+        # What hooks have set in a dataset that a worker has a copy of is for the epoch that comes.
+        is_late = get_worker_info() is not None and not self._held["batches"]
+        built = {} if self._history else self._config.built
+        set_here = SetSinceBuilt(self._dataset, built, None if is_late else self._config.set_by_hooks)
+        self._set_here = set_here if is_late else None
         self._load(ended["state"], epoch)
-        is_same = self._is_read_again(ended, epoch, number)
+        self._is_same = self._is_read_again(ended, epoch, number)
         for later in range(number + since, number + since + ended["more"]):
             if not self.read_batch(epoch, later):
                 break
@@ -300,20 +345,6 @@ class IterableSlot:
         self._history.lasting |= ended.get("kept", {}).keys()
         self._history[self._number] = -1 - many if ended["over"] else many
         set_here.put_back()
-        if ended["over"] and not self._is_exhausted:
-            # From a state at its end some begin anew at once, and others once they have found nothing. What is found is
-            # the first sample of the pass, and draws as such.
-            self._seed(self.epoch, 0)
-            found = self.read_samples(1)
-            if found and is_same:
-                self._found, self._drawn = found, Randomness.now()
-                return
-        is_at_end = ended["over"] and self._is_exhausted
-        if not is_same:
-            self._say_other(number, self._config.set_by_hooks or set_here.names, is_at_end=is_at_end)
-        elif is_at_end:
-            self.said += self._kept.said(ended, self._name())
-        self.close()
 
     def _say_other(self, number: int, by_hooks: Sequence[str], *, is_at_end: bool) -> None:
         """Say that the pass before has given other samples; if it ends where it did, hooks may be the cause."""

@@ -13,12 +13,15 @@ from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from typing import Any
 
+import numpy as np
+import torch
+
 from lightning_stateful.contents.held_state import SHARED, changed_names, shared_numbers
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
-from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, names_told, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import GROWING, attributes_in, digests_of, names_told, parts_of
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_nodes.own_state import has_state
@@ -27,8 +30,8 @@ _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
 _MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
 _MISSING = object()
-_GROWING = (list, set, dict, deque)
-# Items of these up to which they are digested.
+_CHANGED_IN_PLACE = (*GROWING, np.ndarray, torch.Tensor)
+# Items up to which what objects hold is looked at.
 _MOST_ITEMS = 2**13
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
@@ -56,8 +59,11 @@ class SetBetweenPasses:
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
         self._is_within = False
-        # Of that, what no hook had restored when training began; None while nobody has looked.
+        # Of that, digests from when training began, and what no hook had restored; None while nobody has looked.
+        self._restored: dict[str, str] = {}
         self._as_built: set[str] | None = None
+        # And the lists and sets, with how long they were.
+        self._lists: dict[str, tuple[Any, int]] = {}
         self._first: dict[str, str] = {}
         self._built = self._held()
         # What it held when the latest pass had ended; None within a pass that may change it.
@@ -79,12 +85,15 @@ class SetBetweenPasses:
             is_within: Whether it is of a pass that goes on, and not of one that is over.
         """
         self._expected, self._first, self._is_within, self._as_built = dict(saved), dict(first), is_within, None
+        self._restored = {}
 
     def note_restored(self) -> None:
         """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
         if self._expected and self._as_built is None:
-            present = self._digests(self._expected)
-            self._as_built = {name for name, held in self._expected.items() if present[name] != held}
+            self._restored = self._digests(self._expected)
+            self._as_built = {name for name, held in self._expected.items() if self._restored[name] != held}
+            lists = (item for item in attributes_in(self._dataset) if isinstance(item[1], (list, set, deque)))
+            self._lists = {name: (value, len(value)) for name, value in lists if name in self._as_built}
 
     @property
     def is_awaiting(self) -> bool:
@@ -93,7 +102,7 @@ class SetBetweenPasses:
 
     def note_own_state(self, loaded: Any) -> None:
         """A copy of the dataset has loaded the state that its pass goes on from: what that restores need not be set."""
-        present = _digests_of(loaded, self._expected)
+        present = digests_of(loaded, self._expected)
         restored = {name for name, held in self._expected.items() if present.get(name) == held}
         self._set |= restored
         self._expected = {name: held for name, held in self._expected.items() if name not in restored}
@@ -106,8 +115,13 @@ class SetBetweenPasses:
         if not self._is_within:
             # A hook sets something else for the next epoch; one that goes by it hardly what it was in an earlier one.
             first, as_built = self._first, self._as_built or set()
-            counted = {name for name in as_built if now.get(name) != self._built.get(name)}
-            lost = [name for name in lost if name not in counted and now.get(name) == self._built.get(name)]
+            unset = {name for name in lost if present.get(name) == self._restored.get(name)}
+            # What a hook has added to it since, it has added to what nobody had restored.
+            held = dict(attributes_in(self._dataset)) if self._lists else {}
+            grown = {name for name, (of, size) in self._lists.items() if len(of) > size}
+            unset |= {name for name in grown if held.get(name) is self._lists[name][0]}
+            counted = {name for name in as_built - unset if now.get(name) != self._built.get(name)}
+            lost = [name for name in lost if name in unset or now.get(name) == self._built.get(name)]
             lost += sorted(name for name in counted if first.get(name) == present[name])
             if others := sorted(counted - {*lost}):
                 _log.info(
@@ -184,7 +198,7 @@ class SetBetweenPasses:
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
         shared = {name: digest(value) for name, value in _shared_in(self._dataset) if name in names}
-        return {**dict.fromkeys(sorted(names), ""), **_digests_of(self._dataset, names), **shared}
+        return {**dict.fromkeys(sorted(names), ""), **digests_of(self._dataset, names), **shared}
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
@@ -223,8 +237,9 @@ class SetWithinPass:
     """Compares what a dataset holds behind each batch with what it holds before the next is read.
 
     What differs was set by something else, such as a hook. Of attributes that are objects it is seen when another
-    object is set, and when a list, set or dict grows or shrinks, and not when the same one is changed otherwise. What
-    ``set_epoch`` sets is left out.
+    object is set, and when a list, set or dict grows or shrinks; when the same one is changed otherwise, it is seen
+    behind the first two batches alone, before which a resume knows no state of the dataset's own. What ``set_epoch``
+    sets is left out.
 
     Args:
         dataset: The dataset, which is read in this process.
@@ -241,11 +256,15 @@ class SetWithinPass:
         # The attributes behind the latest batch; None before the first one.
         self._left: list[dict[str, Any]] | None = None
         self._sizes: list[dict[str, str]] = []
+        # What objects hold behind one of the first batches, and how many batches were read.
+        self._contents: dict[str, str] = {}
+        self._num_read = 0
         # By name, the epoch and the number of batches of it that had been read.
         self._set: dict[str, tuple[int, int]] = {}
         self._at = -1, 0
         self._expected: dict[str, Any] = {}
-        # What the dataset held before the pass began, of what is expected.
+        # What the dataset held when training began, and before the pass began, of what is expected.
+        self._restored: dict[str, str] = {}
         self._before: dict[str, str] = {}
 
     def expect(self, saved: Mapping[str, Any], *, is_within: bool) -> None:
@@ -256,14 +275,28 @@ class SetWithinPass:
             is_within: Whether it is of a pass that goes on.
         """
         self._expected = {**saved, "is_within": is_within} if saved else {}
-        self._set = dict.fromkeys(saved.get("within", ()), (-1, 0))
+        self._set, self._restored = dict.fromkeys(saved.get("within", ()), (-1, 0)), {}
+
+    def note_restored(self, saved: Mapping[str, str]) -> list[str]:
+        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else.
+
+        Args:
+            saved: Digests of what was set in the run that wrote it.
+
+        Returns:
+            What they have set behind the first batch of the resume, and was not so in that run.
+        """
+        self._restored = digests_of(self._dataset, self._expected.get("within", ()))
+        changed = self.changed() if self._num_read == 1 else set[str]()
+        now = digests_of(self._dataset, changed)
+        return sorted(name for name in changed if name not in saved or now.get(name) != saved[name])
 
     def note_begin(self) -> None:
         """A pass is about to begin, or to go on at a state."""
         parts = [part for part in parts_of(self._dataset) if hasattr(part, "__dict__") and names_told(part) is not None]
         self._holders = [part for part in parts if len(vars(part)) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
-        self._left = None
-        self._before = _digests_of(self._dataset, self._expected.get("within", ()))
+        self._left, self._num_read = None, 0
+        self._before = digests_of(self._dataset, self._expected.get("within", ()))
 
     def note_read(self, epoch: int, num_read: int) -> None:
         """A batch was read.
@@ -281,8 +314,24 @@ class SetWithinPass:
             self._set = {name: at for name, at in self._set.items() if name not in self.changed()}
         if self._expected:
             self._compare()
-        self._left, self._at = [dict(vars(part)) for part in self._holders], (epoch, num_read)
-        self._sizes = list(map(_sizes_in, self._holders))
+        self._num_read += 1
+        self._at = epoch, num_read
+        self._note_held()
+
+    def _note_held(self) -> None:
+        self._left = [dict(vars(part)) for part in self._holders]
+        self._sizes, self._contents = list(map(_sizes_in, self._holders)), self._contents_now()
+
+    def _contents_now(self) -> dict[str, str]:
+        """Digests of what objects in attributes hold, behind one of the first batches; of large ones none."""
+        if self._num_read > _LOOKS_AT or not has_state(self._dataset):
+            return {}
+        return {
+            f"{type(part).__qualname__}.{name}": digest_of_contents([value])
+            for part in self._holders
+            for name, value in vars(part).items()
+            if type(value) in _CHANGED_IN_PLACE and _size_of(value) <= _MOST_ITEMS
+        }
 
     def note_end(self) -> None:
         """A pass has ended: what is set from here on is set between two passes."""
@@ -295,11 +344,11 @@ class SetWithinPass:
             len(before) == len(of) and all(map(is_, before.values(), of.values()))
             for before, of in zip(left, map(vars, self._holders), strict=True)
         )
-        if left is None or (is_same and self._sizes == list(map(_sizes_in, self._holders))):
+        is_same = is_same and self._sizes == list(map(_sizes_in, self._holders))
+        if left is None or (is_same and self._contents == self._contents_now()):
             return
         self._set |= dict.fromkeys(self.changed(), self._at)
-        self._left = [dict(vars(part)) for part in self._holders]
-        self._sizes = list(map(_sizes_in, self._holders))
+        self._note_held()
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """See above.
@@ -314,7 +363,7 @@ class SetWithinPass:
         if not self._set:
             return {}
         ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
-        return {"within": _digests_of(self._dataset, self._set), "ahead": ahead}
+        return {"within": digests_of(self._dataset, self._set), "ahead": ahead}
 
     def changed(self) -> set[str]:
         """The attributes that are not as they were behind the latest batch of a pass; none if that has ended."""
@@ -328,17 +377,20 @@ class SetWithinPass:
         for sizes, part in zip(self._sizes if self._left else (), self._holders, strict=False):
             names = changed_names(sizes, _sizes_in(part)) - {*(names_told(part) or ())}
             changed |= {f"{type(part).__qualname__}.{name}" for name in names}
-        return changed
+        told = {f"{type(part).__qualname__}.{name}" for part in self._holders for name in names_told(part) or ()}
+        return changed | (changed_names(self._contents, self._contents_now()) - told if self._left else set())
 
     def _compare(self) -> None:
         """Warn of what is another than in the run that wrote the checkpoint."""
         expected, self._expected = self._expected, {}
         within: Mapping[str, str] = expected["within"]
-        now = _digests_of(self._dataset, within)
+        now = digests_of(self._dataset, within)
         lost = sorted(name for name, held in within.items() if now.get(name, "") != held)
         if not expected["is_within"]:
             # A hook sets something else for the next epoch; the state of the dataset's own may have an earlier value.
-            lost = [name for name in lost if self._built.get(name) in (now.get(name), self._before.get(name))]
+            unset = {name for name in lost if now.get(name, "") == self._restored.get(name)}
+            known = {name for name in lost if self._built.get(name) in (now.get(name), self._before.get(name))}
+            lost = sorted(unset | known)
         ahead = sorted({*expected["ahead"]} - {*lost})
         kept = sorted(within.keys() - {*lost, *ahead})
         if kept and expected["is_within"] and not has_state(self._dataset):
@@ -363,24 +415,23 @@ class SetWithinPass:
             )
 
 
-def digests_as_built(dataset: Any) -> dict[str, str]:
-    """Digests of plain attributes and containers of a dataset, and of those in it, before anybody has set them."""
-    return _digests_of(dataset, None)
-
-
 class SetSinceBuilt:
     """The attributes of a dataset that something has set since it was built, to be put back as they are now.
 
     Args:
         dataset: The dataset, which nobody has read.
         built: What :func:`digests_as_built` has given.
+        restored: Digests by name: only what is as these say is put back; None for all.
 
     Attributes:
         names: Their names.
     """
 
-    def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
-        changed = changed_names(dict(built), _digests_of(dataset, None)) if built else set[str]()
+    def __init__(self, dataset: Any, built: Mapping[str, str], restored: Mapping[str, str] | None) -> None:
+        changed = changed_names(dict(built), digests_of(dataset, None)) if built else set[str]()
+        if changed and restored is not None:
+            now = digests_of(dataset, restored)
+            changed = {name for name in changed if name in restored and now.get(name) == restored[name]}
         self.names = sorted(changed)
         self._held = [
             (vars(part), name, value)
@@ -395,23 +446,13 @@ class SetSinceBuilt:
             of_part[name] = value
 
 
+def _size_of(value: Any) -> int:
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in GROWING else value.numel()
+
+
 def _sizes_in(part: Any) -> dict[str, str]:
     """How long lists, sets and dicts are that an object holds."""
-    return {name: str(len(value)) for name, value in vars(part).items() if type(value) in _GROWING}
-
-
-def _digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
-    """Digests of attributes as they are now, which another process may compare; None for plain ones and containers."""
-    found: dict[str, str] = {}
-    for name, value in attributes_in(dataset) if names is None or names else ():
-        if name in names if names is not None else type(value) in (*PLAIN, *_GROWING):
-            if type(value) in _GROWING and len(value) > _MOST_ITEMS:
-                # Such as the samples of a replay buffer, at every save.
-                value = len(value)
-            with suppress(Exception):
-                # What cannot be read, such as an object of an installed package in it, is left alone.
-                found[name] = digest(value, found.get(name, ""))
-    return found
+    return {name: str(len(value)) for name, value in vars(part).items() if type(value) in GROWING}
 
 
 def _shared_in(dataset: Any) -> Iterator[tuple[str, Any]]:

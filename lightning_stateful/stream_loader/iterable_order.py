@@ -16,7 +16,7 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.held_generators import HeldGenerators
-from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, digests_as_built, parts_of
 from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterable_task import is_told
@@ -30,7 +30,7 @@ from lightning_stateful.iterable_datasets.rank_draws import (
     lightning_seeds_workers,
     where_generators_stand,
 )
-from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass, digests_as_built
+from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
@@ -38,6 +38,12 @@ from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_nodes.node_shards import draws_orders
 from lightning_stateful.stream_nodes.own_state import has_state
+
+# Why what a hook sets behind the first batch of a resume is not what it would have been.
+_HAD_BEGUN = "the passes of the dataset change it, and have been begun again as often as before the stop"
+_HAD_LOADED = (
+    "the dataset had been brought to where it stood, and the run that wrote the checkpoint did not set it there"
+)
 
 
 class IterableOrder(StreamReader):
@@ -59,6 +65,8 @@ class IterableOrder(StreamReader):
     _has_warned = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
+    # Whether a state was loaded since training began.
+    _is_restored = False
     # Where the latest iteration began, if a state had been loaded for it.
     _moved_to: tuple[int, int] | None = None
     # Whether it is known if ranks draw alike.
@@ -221,7 +229,7 @@ class IterableOrder(StreamReader):
                 if self._within is not None:
                     self._within.note_outside()
                 if self._attributes is not None and is_moved:
-                    self._warn_if_set(self._attributes.set_since_first(self.dataset))
+                    self._warn_if_set(self._attributes.set_since_first(self.dataset), _HAD_BEGUN)
                     is_moved = False
             if not step and self._limit:
                 self._warn_of_nothing()
@@ -247,13 +255,12 @@ class IterableOrder(StreamReader):
             )
         self._moved_to = at if is_moved else None
 
-    def _warn_if_set(self, names: list[str]) -> None:
+    def _warn_if_set(self, names: list[str], though: str) -> None:
         if names and self.settings.is_checked:
             warnings.warn(
                 f"{some_of(names)} was set when the first batch of the resume had been read, as in "
-                "on_train_start, though the passes of the dataset change it, and have been begun again as often as "
-                "before the stop: later batches are not what they would have been. Restore it in load_state_dict of "
-                "a callback, or not at all.",
+                f"on_train_start, though {though}: later batches are not what they would have been. Restore it in "
+                "load_state_dict of a callback, or not at all.",
                 StatefulWarning,
                 stacklevel=4,
             )
@@ -306,24 +313,37 @@ class IterableOrder(StreamReader):
         super()._load(progress)
         if says_how_ranks_draw(progress.details):
             self._set_draws(progress.details.get("alike", ()))
-        self._moves_to = progress.epoch, progress.consumed
+        self._moves_to, self._is_restored = (progress.epoch, progress.consumed), True
         if self._watch is not None:
             saved, first = progress.details.get("set", {}), progress.details.get("first", {})
             self._watch.expect(saved, first, is_within=progress.consumed > 0)
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
-        by_hooks = {*progress.details.get("set", {}), *progress.details.get("set_within", {}).get("within", {})}
-        self.settings = replace(self.settings, set_by_hooks=tuple(sorted(by_hooks)))
+        by_hooks = {**progress.details.get("set_within", {}).get("within", {}), **progress.details.get("set", {})}
+        self.settings = replace(self.settings, set_by_hooks=dict(sorted(by_hooks.items())))
         if self._attributes is not None:
-            self._attributes.set_by_hooks = by_hooks
+            self._attributes.set_by_hooks = {*by_hooks}
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 
     def note_restored(self) -> None:
-        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else.
+
+        Without the stop these find a dataset of this process as the pass before has left it: it is brought there.
+        """
+        if not self._is_restored:
+            return
+        self._is_restored, at = False, self._moves_to
+        if at is not None and not at[1] and not self.loader.num_workers:
+            state = self._with_draws(self.state_at(*at))
+            if has_state(self.dataset) and not state.is_here:
+                for task in state.tasks(self.topology.rank):
+                    self.settings.open(task).bring_early()
         if self._watch is not None:
             self._watch.note_restored()
+        if self._within is not None:
+            self._warn_if_set(self._within.note_restored(self.settings.set_by_hooks), _HAD_LOADED)
 
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """As of other readers, and what was set on the dataset between passes."""

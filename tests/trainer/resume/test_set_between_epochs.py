@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -111,13 +112,19 @@ class SetsAndSaves(pl.Callback):
         if hook == self.hook:
             self.dataset.level = self.dataset.level + 1 if self.adds else trainer.current_epoch + 1.0
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.put(trainer, "on_train_start")
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.put(trainer, "on_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        self.put(trainer, "on_train_batch_start")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         if arguments[-1] == ALONE - 3:
             self.put(trainer, "on_train_batch_end")
-        if trainer.current_epoch == 1:
+        if trainer.current_epoch == 1 and trainer.ckpt_path is None:
             trainer.save_checkpoint(self.folder / f"0.{arguments[-1] + 1}.ckpt")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -233,3 +240,66 @@ def test_what_a_hook_sets_behind_the_latest_state_of_a_pass_is_named(tmp_path: P
     resumed, said = fit(tmp_path, "on_train_batch_end", kind=ForNextPass, is_beside=False, epoch=1)
     assert (resumed == whole[2 * ALONE :]) == (not said)
     assert all("ForNextPass.level was set within the epoch in the run that wrote" in one for one in said), said
+
+
+class HoldsArray(HoldsLevel):
+    """Has its level in an array, which hooks change in place."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(1)
+
+    @property
+    def level(self) -> float:
+        return float(self.array[0])
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.array[:] = level
+
+
+@pytest.mark.parametrize("kind", [HoldsLevel, HoldsArray, GoesOn])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_what_a_hook_adds_to_behind_an_epochs_last_batch_goes_on_from_the_state(
+    tmp_path: Path, kind: Any, hook: str
+) -> None:
+    whole, _ = fit(tmp_path, hook, kind=kind, is_beside=False, adds=True)
+    resumed, said = fit(tmp_path, hook, kind=kind, is_beside=False, adds=True, epoch=0.8)
+    assert resumed == whole[2 * ALONE :]
+    assert [one for one in said if "another here" in one or "other samples" in one] == []
+
+
+@pytest.mark.parametrize("kind", [HasState, HoldsLevel, HoldsArray])
+@pytest.mark.parametrize(
+    ("hook", "adds"), [("on_train_start", True), ("on_train_start", False), ("on_train_batch_start", True)]
+)
+def test_what_a_hook_sets_behind_the_first_batch_of_a_resume_is_named(
+    tmp_path: Path, kind: Any, hook: str, *, adds: bool
+) -> None:
+    whole, _ = fit(tmp_path, hook, kind=kind, is_beside=False, adds=adds)
+    for batches in range(1, ALONE + 1):
+        resumed, said = fit(tmp_path, hook, kind=kind, is_beside=False, adds=adds, epoch=batches / 10)
+        name = f"{kind.__name__}.{'array' if kind is HoldsArray else 'level'}"
+        is_exact = resumed == whole[ALONE + batches :]
+        assert is_exact or any(name in one or "other samples" in one for one in said), batches
+
+
+class Grows(HasState):
+    """Its level is the length of a list."""
+
+    def __init__(self) -> None:
+        self.levels: list[float] = []
+
+    @property
+    def level(self) -> float:
+        return len(self.levels)
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.levels += [level]
+
+
+def test_a_list_that_a_hook_goes_on_to_fill_and_nobody_restores_is_named(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path, "on_train_epoch_end", kind=Grows, is_beside=False)
+    resumed, said = fit(tmp_path, "on_train_epoch_end", kind=Grows, is_beside=False, epoch=0.8)
+    assert resumed != whole[2 * ALONE :]
+    assert any("Grows.levels was set between two epochs in the run that wrote" in one for one in said)
