@@ -182,10 +182,8 @@ class SamplerEpochPlan:
                 return {}
             held = loaded.get("held") or (held_by(order) if order.memory.is_changed else {})
             return {"held": held} if held else {}
-        if latest is None:
-            began, is_changed = loaded.get("began"), served > 0 and loaded.get("changed")
-        else:
-            began, is_changed = next(iter(order.memory.begins_as), ""), served > 0 and latest.is_changed_by_others()
+        began = loaded.get("began") if latest is None else next(iter(order.memory.begins_as), "")
+        is_changed = latest.is_changed_by_others() if latest is not None and served else begun.details.get("changed")
         return {**({"began": began} if began else {}), **({"changed": True} if is_changed else {})}
 
     def passes_if_unread(self) -> list[list[int]] | None:

@@ -109,13 +109,15 @@ class Learns(pl.LightningModule):
     def on_train_start(self) -> None:
         if self.restores == "latest, as training starts":
             self.losses.copy_(self.kept["latest"])
+        if self.trainer.ckpt_path is not None:
+            self.trainer.save_checkpoint(self.folder / "again.ckpt")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def fit(
-    kind: Any, folder: Path, step: int = 0, restores: str = "", *, about: str = WARNED
+    kind: Any, folder: Path, step: int | str = 0, restores: str = "", *, about: str = WARNED
 ) -> tuple[list[list[int]], list[str]]:
     """The batches, and the warnings of the package ``about`` something, by default how the epoch was begun."""
     model = Learns(kind, restores, folder)
@@ -207,6 +209,9 @@ def test_a_state_of_the_samplers_own_that_holds_what_training_writes_is_warned_o
     # Of the 16th item; training has written losses since.
     resumed, said = fit(kind, tmp_path, STEPS - 1, "latest, as training starts", about=OWN_STATE)
     assert (resumed == whole[STEPS - 1 :]) == (kind is KeepsPlan)
+    assert len(said) == (kind is KeepsLosses)
+    # So is a resume of what that resume has saved before its first batch.
+    _, said = fit(kind, tmp_path, "again", "latest, as training starts", about=OWN_STATE)
     assert len(said) == (kind is KeepsLosses)
 
 
