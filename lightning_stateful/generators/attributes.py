@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial, partialmethod
+from itertools import islice
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -120,7 +121,9 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 
 def is_data(values: Iterable[Any]) -> bool:
     """Whether the items of a container are plain, or so many that they are data."""
-    items: Sequence[Any] = values if isinstance(values, (list, tuple)) else list(values)
+    # The items of a set come in no order, so the first ones do for all.
+    first = islice(values, SPREAD) if type(values) is set and len(values) > VERY_LONG else values
+    items: Sequence[Any] = first if isinstance(first, (list, tuple)) else list(first)
     kinds = set(map(type, some(items, VERY_LONG)))
     return kinds <= PLAIN or (len(items) > LONG and not any(issubclass(kind, GENERATORS) for kind in kinds))
 

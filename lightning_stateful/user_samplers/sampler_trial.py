@@ -39,6 +39,10 @@ QUICK, PATIENCE = 2.0, 20.0
 _CHEAP, _BEARABLE = 0.05, 0.5
 
 
+# A set of more items has a larger table once it is filled to three times as many; a smaller one needs more.
+_LARGE_SET = 50_000
+
+
 class SamplerTrial:
     """Goes on with copies of a sampler that has yielded its first epoch, and puts into its facts what that shows.
 
@@ -193,7 +197,7 @@ def _sets_of_strings(sampler: Any, dataset: Any) -> list[set[Any]]:
 
 def _put_in_other_order(of: set[Any]) -> None:
     """Let a set keep its items in a larger table, from which they come in another order."""
-    more = [object() for _ in range(16 * len(of))]
+    more = [object() for _ in range((16 if len(of) < _LARGE_SET else 2) * len(of))]
     of.update(more)
     for one in more:
         # One by one: the table stays as large.
