@@ -447,6 +447,8 @@ def _are_counts(was: Any, now: Any) -> bool:
 def _moves_on(was: Any, now: Any) -> bool:
     """Whether a deque has changed, or of a list items were taken from one end, and others perhaps added."""
     if isinstance(now, list) and isinstance(was, list):
-        taken = (number for number in range(1, len(was)) if _is_same(was[number:], now[: len(was) - number]))
+        # Of a list of samples that are kept under their index, most are None at first.
+        rests = ((was[number:], now[: len(was) - number]) for number in range(1, len(was)))
+        taken = (_is_same(rest, first) for rest, first in rests if any(one is not None for one in rest))
         return (0 < len(now) < len(was) and _is_same(was[: len(now)], now)) or any(taken)
     return isinstance(now, deque) and isinstance(was, deque)

@@ -154,7 +154,7 @@ class DatasetSettings:
             if of in self._values:
                 self._reading[of] = now = self._values[of]()
                 self._warn(of, now)
-                for name in changed_names(self._built[of], now):
+                for name in filter(partial(self._may_be_set, of), changed_names(self._built[of], now)):
                     self._first[of].setdefault(name, now.get(name, ""))
                 if of == BUILD or loader is None or not (_keeps_workers(loader) and loader._iterator is not None):
                     self._at_begin[of] = now
@@ -206,14 +206,12 @@ class DatasetSettings:
 
     def _set_by_hooks(self, path: str, changed: set[str]) -> list[str]:
         """Of values that have changed those that a hook may have set, and that samples may depend on."""
-        built = self._built[path]
-        # What is held by something that was built later, as the samples of a cache are, no hook has set.
-        names = [
-            name
-            for name in sorted(changed - self._changed_by_reading[path])
-            if name in built or name in self._first[path] or "." not in name.lstrip("0123456789.")
-        ]
+        names = filter(partial(self._may_be_set, path), sorted(changed - self._changed_by_reading[path]))
         return [name for name in names if not self._is_only_written(path, name)]
+
+    def _may_be_set(self, path: str, name: str) -> bool:
+        """Whether a hook may have set a value: not what something holds that was built later, as samples in a cache."""
+        return name in self._built[path] or name in self._first[path] or "." not in name.lstrip("0123456789.")
 
     def note_restored(self) -> None:
         """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""

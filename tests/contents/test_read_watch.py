@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import multiprocessing
@@ -171,6 +172,16 @@ class Counts(Remembers):
 
 
 NUM_READ = 0
+
+
+def cached_in_list(dataset: Any, index: int) -> Any:
+    """As torch_geometric's InMemoryDataset keeps samples."""
+    if dataset.samples is None:
+        dataset.samples = SIZE * [None]
+    elif dataset.samples[index] is not None:
+        return copy.copy(dataset.samples[index])
+    dataset.samples[index] = [index]
+    return copy.copy(dataset.samples[index])
 
 
 def by_iterator(dataset: Any, index: int) -> int:
@@ -395,6 +406,7 @@ HARMLESS = {
         rng=random.Random(),
     ),
     "drawn": lambda: Remembers(Jitter()),
+    "cached in a list": lambda: Remembers(cached_in_list, samples=None),
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
 REMEMBERING = {

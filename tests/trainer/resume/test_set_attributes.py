@@ -212,6 +212,35 @@ def test_containers_arrays_and_tensors_that_a_hook_changes_are_named(tmp_path: P
     assert "seen" not in said
 
 
+class Sample:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class CachesObjects(Levels):
+    """Keeps objects that it has read in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[Sample | None] = [None] * len(self)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = self.samples[index] = self.samples[index] or Sample(index)
+        return torch.full((32,), float(sample.index))
+
+
+def test_nothing_is_said_of_objects_in_a_cache(tmp_path: Path) -> None:
+    def fit(*, resumed: bool) -> list[list[float]]:
+        callback = Raises(CachesObjects(), "on_train_batch_end", "", tmp_path / "middle.ckpt")
+        loader = DataLoader(callback.dataset, batch_size=2, shuffle=True)
+        trainer = quiet_trainer(callback, StatefulDataCallback(), max_epochs=2)
+        trainer.fit(BoringModel(), loader, ckpt_path=callback.path if resumed else None)
+        return callback.trained
+
+    whole = fit(resumed=False)
+    assert fit(resumed=True) == whole[BATCHES + 4 :]
+
+
 def test_a_value_that_a_transform_has_from_a_base_class_until_a_hook_sets_it_is_followed(tmp_path: Path) -> None:
     def harden(dataset: Any, level: int) -> None:
         dataset.transform.level = level
