@@ -69,7 +69,7 @@ _REMEDIES = {
     "too_long": "Pass a Budget with the saved too_long",
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
-    "sampler": "Build the sampler as when the checkpoint was written",
+    "sampler": "Build the sampler as when the epoch of the checkpoint began: of weights, say, save those of then",
     "sequence": "The sampler does not yield its first epoch as it did: build it anew, with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
