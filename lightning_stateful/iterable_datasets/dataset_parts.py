@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_and_defaults,
@@ -126,3 +127,34 @@ def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
                 # What cannot be read, such as an object of an installed package in it, is left alone.
                 found[name] = digest(value, found.get(name, ""))
     return found
+
+
+class SetSinceBuilt:
+    """The attributes of a dataset that something has set since it was built, to be put back as they are now.
+
+    Args:
+        dataset: The dataset, which nobody has read.
+        built: What :func:`digests_as_built` has given.
+        restored: Digests by name: only what is as these say is put back; None for all.
+
+    Attributes:
+        names: Their names.
+    """
+
+    def __init__(self, dataset: Any, built: Mapping[str, str], restored: Mapping[str, str] | None) -> None:
+        changed = changed_names(dict(built), digests_of(dataset, None)) if built else set[str]()
+        if changed and restored is not None:
+            now = digests_of(dataset, restored)
+            changed = {name for name in changed if name in restored and now.get(name) == restored[name]}
+        self.names = sorted(changed)
+        self._held = [
+            (vars(part), name, value)
+            for part in (parts_of(dataset) if changed else ())
+            for name, value in getattr(part, "__dict__", {}).items()
+            if f"{type(part).__qualname__}.{name}" in changed
+        ]
+
+    def put_back(self) -> None:
+        """Set them as they were."""
+        for of_part, name, value in self._held:
+            of_part[name] = value

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 from lightning_stateful.core.seeding import mixed_seed
 from lightning_stateful.errors import PositionError, Remark, ShardError, StateError, some_of
 from lightning_stateful.generators.rng import OwnRandomness, Randomness, keep_randomness
-from lightning_stateful.iterable_datasets.dataset_parts import parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import SetSinceBuilt, parts_of
 from lightning_stateful.iterable_datasets.earlier_passes import EarlierPasses
 from lightning_stateful.iterable_datasets.iterable_task import (
     FRESH,
@@ -31,7 +31,6 @@ from lightning_stateful.iterable_datasets.pass_history import (
     history_of,
 )
 from lightning_stateful.iterable_datasets.rank_draws import UnseededDraws, seed_reads
-from lightning_stateful.iterable_datasets.set_by_hooks import SetSinceBuilt
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_nodes.hugging_face import forget_loaded
 from lightning_stateful.stream_nodes.nodes import NodeState

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import SHARED, changed_names, shared_numbers
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
@@ -51,14 +52,15 @@ class SetBetweenPasses:
 
     State:
         ``set``: by ``class.attribute``, a digest of each attribute that was set so, the same in every process;
-        ``first``: one of the first value that it was set to.
+        ``first``: one of the first value that it was set to. Of a dataset without a state of its own, what was set
+        before the first pass, as in ``on_train_start``, is there too, if it is read by and no pass changes it.
     """
 
     def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
         self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
-        self._is_within = False
+        self._is_within = self._is_resumed = False
         # Of that, digests from when training began, and what no hook had restored; None while nobody has looked.
         self._restored: dict[str, str] = {}
         self._as_built: set[str] | None = None
@@ -72,6 +74,8 @@ class SetBetweenPasses:
         self._begun: dict[str, str] = {}
         self._begun_with: dict[str, str] = {}
         self._set: set[str] = set()
+        # What was set before the first pass; None before that.
+        self._set_at_start: set[str] | None = None
         # Where the generators stood then that it holds, by their ids.
         self._stood: dict[int, str] = {}
         self._num_read = 0
@@ -85,7 +89,7 @@ class SetBetweenPasses:
             is_within: Whether it is of a pass that goes on, and not of one that is over.
         """
         self._expected, self._first, self._is_within, self._as_built = dict(saved), dict(first), is_within, None
-        self._restored = {}
+        self._restored, self._is_resumed = {}, True
 
     def note_restored(self) -> None:
         """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
@@ -140,10 +144,19 @@ class SetBetweenPasses:
                 "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
                 "before the first batch, as in load_state_dict of a callback."
             )
-        self._set |= self._expected.keys()
+        if self._set_at_start is None:
+            self._set_at_start = {name for name in changed_names(self._built, now) if self._is_read_by(name)}
+            if self._is_resumed and (more := sorted(self._set_at_start - self._expected.keys())):
+                _log.info(
+                    f"{', '.join(more)} was set before the first batch of this run, and was as built in the run that "
+                    "wrote the checkpoint. If no hook sets it in each epoch, samples are others than there."
+                )
+        # Of what was set before the first pass alone there is no first value.
+        self._set |= {name for name in self._expected if self._first.get(name)}
+        self._set_at_start |= self._expected.keys() - self._set
         self._expected, self._as_built = {}, None
         self._left = now if self._in_workers else None
-        self._begun_with = self._digests(self._set)
+        self._begun_with = self._digests(self._set | self._set_at_start)
         if self._num_read < _LOOKS_AT and not self._in_workers:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
             self._stood = {key: state_of_generator(one) for key, one in found.items()}
@@ -180,6 +193,12 @@ class SetBetweenPasses:
         """A pass has ended."""
         if not self._in_workers:
             self._left = self._held()
+            self._set_at_start = (self._set_at_start or set()) - changed_names(self._begun, self._left)
+
+    def _is_read_by(self, name: str) -> bool:
+        """Whether the code of a dataset without a state of its own uses an attribute to read samples."""
+        leaf = name.rpartition(".")[2]
+        return not has_state(self._dataset) and uses_of(self._dataset, leaf, may_be_called=True).uses
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
         """See above; empty if nothing was set.
@@ -192,7 +211,7 @@ class SetBetweenPasses:
             found = dict(self._begun_with)
         elif not found:
             self._compare()
-            found = self._digests(self._set)
+            found = self._digests(self._set | (self._set_at_start or set()))
         return {"set": found, "first": {name: self._first.get(name, "") for name in found}} if found else {}
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
@@ -413,37 +432,6 @@ class SetWithinPass:
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
             )
-
-
-class SetSinceBuilt:
-    """The attributes of a dataset that something has set since it was built, to be put back as they are now.
-
-    Args:
-        dataset: The dataset, which nobody has read.
-        built: What :func:`digests_as_built` has given.
-        restored: Digests by name: only what is as these say is put back; None for all.
-
-    Attributes:
-        names: Their names.
-    """
-
-    def __init__(self, dataset: Any, built: Mapping[str, str], restored: Mapping[str, str] | None) -> None:
-        changed = changed_names(dict(built), digests_of(dataset, None)) if built else set[str]()
-        if changed and restored is not None:
-            now = digests_of(dataset, restored)
-            changed = {name for name in changed if name in restored and now.get(name) == restored[name]}
-        self.names = sorted(changed)
-        self._held = [
-            (vars(part), name, value)
-            for part in (parts_of(dataset) if changed else ())
-            for name, value in getattr(part, "__dict__", {}).items()
-            if f"{type(part).__qualname__}.{name}" in changed
-        ]
-
-    def put_back(self) -> None:
-        """Set them as they were."""
-        for of_part, name, value in self._held:
-            of_part[name] = value
 
 
 def _size_of(value: Any) -> int:

@@ -303,3 +303,30 @@ def test_a_list_that_a_hook_goes_on_to_fill_and_nobody_restores_is_named(tmp_pat
     resumed, said = fit(tmp_path, "on_train_epoch_end", kind=Grows, is_beside=False, epoch=0.8)
     assert resumed != whole[2 * ALONE :]
     assert any("Grows.levels was set between two epochs in the run that wrote" in one for one in said)
+
+
+class Sized(Scaled):
+    """Says how many samples it has, so that Lightning reads none before ``on_train_start``."""
+
+    def __len__(self) -> int:
+        return 2 * ALONE
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_what_a_hook_sets_before_the_first_pass_is_compared_on_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, adds: bool
+) -> None:
+    whole, said = fit(tmp_path, "on_train_start", kind=Sized, is_beside=False, adds=adds)
+    assert said == []
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    resumed, said = fit(tmp_path, "on_train_start", kind=Sized, is_beside=False, adds=adds, epoch=1)
+    assert (resumed == whole[2 * ALONE :]) == adds
+    assert any("Sized.level was set between two epochs in the run" in one for one in said) == (not adds)
+
+
+def test_what_a_hook_sets_on_a_resume_alone_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, _ = fit(tmp_path, "", kind=Sized, is_beside=False)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    resumed, _ = fit(tmp_path, "on_train_start", kind=Sized, is_beside=False, epoch=1)
+    assert resumed != whole[2 * ALONE :]
+    assert "Sized.level was set before the first batch of this run, and was as built in the run that" in caplog.text
