@@ -69,6 +69,7 @@ _PARTS = {
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "counted": {str: str},
     "missed": [str],
+    "later": [str],
     "pruned": [str],
     "results": Either(
         {},

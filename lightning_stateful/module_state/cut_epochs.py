@@ -20,6 +20,7 @@ from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer,
 from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import CALLBACK_KEY
+from lightning_stateful.module_state import later_hooks
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import DAMAGED
@@ -44,6 +45,7 @@ def end_watching(trainer: pl.Trainer) -> None:
 def _run_epoch(trainer: pl.Trainer) -> None:
     """In place of Lightning's method, which runs all batches of an epoch."""
     type(trainer.fit_loop).advance(trainer.fit_loop)
+    later_hooks.compare(trainer)
     forget_end(trainer)
     progress = read_progress(trainer)
     if progress.running and not progress.ended:

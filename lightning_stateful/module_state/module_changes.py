@@ -24,7 +24,14 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state import counted_batches, cut_epochs, manual_steps, module_flags, passing_values
+from lightning_stateful.module_state import (
+    counted_batches,
+    cut_epochs,
+    later_hooks,
+    manual_steps,
+    module_flags,
+    passing_values,
+)
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 
 _EPOCH_START = "on_train_epoch_start"
@@ -73,6 +80,7 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
     counted_batches.watch(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
+    later_hooks.watch(trainer, (saved or {}).get("later", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
@@ -87,6 +95,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     module_flags.end_watching(trainer)
     passing_values.end_watching(trainer)
     counted_batches.end_watching(trainer)
+    later_hooks.end_watching(trainer)
     for name in ("_buffers", "_weights", _NAMED):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
@@ -159,7 +168,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
         which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
-        manual optimization makes inexact. ``counted`` and ``missed``: see :mod:`.counted_batches`.
+        manual optimization makes inexact. ``counted`` and ``missed``: see :mod:`.counted_batches`. ``later``: see
+        :mod:`.later_hooks`.
     """
     if trainer is None:
         return {}
@@ -192,12 +202,15 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["counted"] = counted
     if missed := counted_batches.left_out(trainer, progress):
         found["missed"] = missed
+    if later := later_hooks.note_save(trainer):
+        found["later"] = later
     _warn_of_buffers(trainer, progress, started)
     return found
 
 
 def note_weights(trainer: pl.Trainer) -> None:
     """Note the sums of all weights as a validation begins, ahead of all hooks."""
+    later_hooks.compare(trainer)
     # Kept with the loop.
     vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
     counted_batches.note_validation(trainer)
@@ -334,9 +347,16 @@ def _restore_masks(callback: Any, digest: str, progress: LoopProgress) -> None:
         )
 
 
+def look_at_start(trainer: pl.Trainer) -> None:
+    """An epoch begins: look at what the end of the one before has changed, and at attributes of the module."""
+    later_hooks.compare(trainer, _EPOCH_START)
+    passing_values.look_at_start(trainer)
+
+
 def note_buffers(trainer: pl.Trainer) -> None:
     """Note what a batch that begins may change and a resume does not: buffers, and what callbacks count."""
     counted_batches.note_batch(trainer)
+    later_hooks.compare(trainer, "on_train_batch_start")
     window = trainer.accumulate_grad_batches
     if window > 1 and (at := next_step(trainer))[1] % window == 0:
         buffers = dict(trainer.lightning_module.named_buffers())

@@ -40,7 +40,7 @@ from lightning_stateful.loops.saved_progress import (
     rewritten,
 )
 from lightning_stateful.loops.signals import HeldSignals
-from lightning_stateful.module_state import cut_epochs, module_changes, optimizer_steps, passing_values
+from lightning_stateful.module_state import cut_epochs, module_changes, optimizer_steps
 from lightning_stateful.module_state.epoch_results import EpochResults
 from lightning_stateful.state import VERSION
 from lightning_stateful.stream_loader.rank_store import begin_anew, tell_failure
@@ -438,7 +438,7 @@ class StatefulDataCallback(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed what the model draws before the first batch of an epoch."""
         self._phase = replace(self._in_training(), batch=None)
-        passing_values.look_at_start(trainer)
+        module_changes.look_at_start(trainer)
         self._seed_model(trainer, "epoch start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
