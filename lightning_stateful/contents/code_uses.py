@@ -336,7 +336,11 @@ class _Uses(ast.NodeVisitor):
             is_len = isinstance(node.value, ast.Call) and _called(node.value) == "len"
             self.grows = self.grows or is_len or (isinstance(node.value, ast.BinOp) and not self._is_now_and_then)
         elif not self._goes_into(node.targets, node.value):
-            self.generic_visit(node)
+            for target in node.targets:
+                # To set an item is no use of the others.
+                is_item = isinstance(target, ast.Subscript) and self._is_named(target.value)
+                self.visit(target.slice if isinstance(target, ast.Subscript) and is_item else target)
+            self.visit(node.value)
             self._set |= {ast.unparse(target) for target in node.targets if self._is_named(target)}
 
     def _is_carried_by(self, node: ast.Assign) -> bool:

@@ -184,6 +184,16 @@ def cached_in_list(dataset: Any, index: int) -> Any:
     return copy.copy(dataset.samples[index])
 
 
+class CachedByFlag(Remembers):
+    """Keeps numbers in an array, and which of them it has."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.is_read[index]:
+            self.buffer[index] = float(index)
+            self.is_read[index] = True
+        return self.buffer[index] + random.random()
+
+
 def by_iterator(dataset: Any, index: int) -> int:
     return index + int(next(dataset.turns))
 
@@ -406,6 +416,7 @@ HARMLESS = {
         rng=random.Random(),
     ),
     "drawn": lambda: Remembers(Jitter()),
+    "cached by a flag": lambda: CachedByFlag(len, is_read=[False] * SIZE, buffer=np.zeros(SIZE)),
     "cached in a list": lambda: Remembers(cached_in_list, samples=None),
     "cached": lambda: Remembers(cached, handle=None, seen={-1}, samples={}, buffer=np.zeros(3)),
 }
