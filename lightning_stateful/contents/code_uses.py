@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 from lightning_stateful.generators.attributes import Place, codes_in, is_users, names_in, reached
 
 # Functions by which samples are read.
-_READ = {"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"}
+_READ = frozenset({"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"})
 # Those that only put something into a container, or lock it; and those whose result, if any, is only written down.
 _ADD = {"append", "appendleft", "add", "extend"}
 _PUT = _ADD | {"get_lock", "acquire", "release"}
 _TELL = {"print", "write", "log", "debug", "info", "warn", "warning", "error", "exception", "critical", "next"}
+_TELL |= {"log_dict", "log_metrics", "add_scalar", "add_scalars"}
 # Functions that make a number of something.
 _NUMBER = {"len", "int", "float", "min", "max", "abs", "round", "sum"}
 # Those that may take any attribute of an object, and attributes that hold all of them.
@@ -46,7 +47,14 @@ class Use(NamedTuple):
     carries: bool = False
 
 
-def uses_of(dataset: Any, name: str, *, is_variable: bool = False, may_be_called: bool = False) -> Use:
+def uses_of(
+    dataset: Any,
+    name: str,
+    *,
+    is_variable: bool = False,
+    may_be_called: bool = False,
+    read: frozenset[str] = _READ,
+) -> Use:
     """Whether the code that reads samples counts a value up, and whether it does more with it than that.
 
     Nothing more is done by ``self.reads += 1``, ``self.reads[key] += 1`` and ``self.reads.append(index)``, nor by
@@ -59,8 +67,9 @@ def uses_of(dataset: Any, name: str, *, is_variable: bool = False, may_be_called
         name: The name of the value.
         is_variable: Whether it may be a variable or an argument, and not only an attribute.
         may_be_called: Whether it may be a function, so that to call what has that name is to use it.
+        read: The functions by which samples are read, or others that are looked at in place of those.
     """
-    codes = _code_of(dataset)
+    codes = _code_of(dataset, read)
     found: dict[str, Use] = {}
     left = {name}
     while left:
@@ -70,6 +79,26 @@ def uses_of(dataset: Any, name: str, *, is_variable: bool = False, may_be_called
     return found[name]._replace(
         uses=any(use.uses for use in found.values()),
         uses_all=found[name].uses_all or any(use.uses for other, use in found.items() if other != name),
+    )
+
+
+def is_set_anew(owner: Any, name: str, read: frozenset[str]) -> bool:
+    """Whether a function of those names sets an attribute whenever it is called, and not from what it was.
+
+    Args:
+        owner: What has the functions.
+        name: The attribute.
+        read: The names of the functions.
+    """
+    codes = [code for code in _code_of(owner, read) if code.co_name in read]
+    functions = [function for code in codes for function in _functions_of(code)]
+    steps = [(step, of) for function, of in functions if not isinstance(function, ast.Lambda) for step in function.body]
+    assigns = [(step, target, of) for step, of in steps if isinstance(step, ast.Assign) for target in step.targets]
+    return any(
+        isinstance(target, ast.Attribute)
+        and _attribute_of(target, of) == name
+        and not any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(step.value))
+        for step, target, of in assigns
     )
 
 
@@ -84,22 +113,22 @@ def _joined(uses: list[Use]) -> Use:
     )
 
 
-def _code_of(dataset: Any) -> list[CodeType]:
+def _code_of(dataset: Any, read: frozenset[str]) -> list[CodeType]:
     """The code of the user's functions that reading samples may call, as far as their names tell."""
     places = [place for place in reached({"dataset": dataset}) if isinstance(place.value, FunctionType)]
     places = [place for place in places if is_users(place.value.__module__)]
     own = [place for place in places if not _is_overridden(place)]
-    called = _called_by(own)
+    called = _called_by(own, read)
     if len(own) < len(places):
         # A method may call the one that it overrides.
         own = [place for place in places if not _is_overridden(place) or called & {"super", _class_of(place)}]
-        called = _called_by(own)
+        called = _called_by(own, read)
     return list(dict.fromkeys(place.value.__code__ for place in own if place.value.__name__ in called))
 
 
-def _called_by(places: list[Place]) -> set[str]:
+def _called_by(places: list[Place], read: frozenset[str]) -> set[str]:
     """The names that functions by which samples are read name, and those that these name, and so on."""
-    called = {*_READ, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
+    called = {*read, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
     functions = [place.value for place in places]
     while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
         called |= more
@@ -329,6 +358,12 @@ class _Uses(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        (first, *others), value = node.targets, node.value
+        targets, values = ([] if others else getattr(first, "elts", [])), getattr(value, "elts", [])
+        if targets and isinstance(value, ast.Tuple) and len(targets) == len(values):
+            for target, part in zip(targets, values, strict=True):
+                self.visit_Assign(ast.Assign([target], part))
+            return
         self.carries = self.carries or self._is_carried_by(node)
         if any(map(self._holds, node.targets)) and self._is_in(node.value):
             # Also one that is made where it is None.

@@ -7,6 +7,7 @@ has changed are lost by a resume, unless a hook restores them.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_stateful.contents.code_uses import is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import attributes_of, is_users, package_of
 from lightning_stateful.loops.lightning import pl
@@ -37,6 +39,8 @@ _MOST_NUMBERS, _MOST_NAMES, _DEPTH, _MOST_ITEMS = 2**16, 64, 2, 64
 _LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
 # Of Python's, what holds attributes of a user's.
 _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
+# Functions that train; Lightning's own lead to them.
+_TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
 # Begins what is no value itself.
 _DIGEST = "#"
 Texts = dict[str, str]
@@ -143,9 +147,12 @@ def look_at_start(trainer: pl.Trainer) -> None:
 
 
 def look_once(trainer: pl.Trainer) -> None:
-    """Log, as the first batch of a resume begins, which attributes are others than at the save and were not set since.
+    """Tell, as the first batch of a resume begins, which attributes are others than at the save and were not set since.
 
-    A warning would be too much: many remember a loss for the log alone.
+    Of those that training does not use it is said in the log: many remember a loss for that alone.
+
+    Warns:
+        StatefulWarning: Training uses one.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None or not known.is_awaiting or known.begun is None:
@@ -162,15 +169,37 @@ def look_once(trainer: pl.Trainer) -> None:
     left = [
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
-    if left:
-        said = [_change(name, others[name], now.get(name, "not set")) for name in left]
-        of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-        _log.info(
-            f"Attributes of the module, callbacks or data module{of_rank} that no checkpoint holds had been changed in "
-            f"training when this one was written, and are others here: {some_of(said)}. If training depends on them, "
-            "the resume is not exact: save them in on_save_checkpoint, or in a callback's state_dict, or set them in "
-            f"on_train_start.{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
+    of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+    for are_used in (True, False):
+        said = [
+            _change(name, others[name], now.get(name, "not set"))
+            for name in left
+            if _is_trained_with(trainer, name) == are_used
+        ]
+        owners = "module" if are_used else "module, callbacks or data module"
+        text = (
+            f"Attributes of the {owners}{of_rank} that {'training_step uses and ' if are_used else ''}no checkpoint "
+            f"holds had been changed in training when this one was written, and are others here: {some_of(said)}. If "
+            "training depends on them, the resume is not exact: save them in on_save_checkpoint, or in a callback's "
+            "state_dict, or set them in on_train_start."
+            f"{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
         )
+        if said and are_used:
+            warnings.warn(text, StatefulWarning, stacklevel=2)
+        elif said:
+            _log.info(text)
+
+
+def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
+    """Whether code that trains uses an attribute of the module, or of a part of it, as an earlier batch has left it."""
+    module = trainer.lightning_module
+    for prefix, part in module.named_modules():
+        inner = name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
+        leaf = inner.partition("[")[0].partition(".")[0]
+        if leaf in vars(part) and is_users(type(part).__module__):
+            use = uses_of(module, leaf, may_be_called=callable(vars(part)[leaf]), read=_TRAINS)
+            return use.uses and (use.carries or not is_set_anew(module, leaf, _TRAINS))
+    return False
 
 
 def _change(name: str, was: str, now: str) -> str:

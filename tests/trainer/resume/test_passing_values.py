@@ -349,3 +349,99 @@ def test_numbers_of_other_types_are_named(tmp_path: Path, monkeypatch: pytest.Mo
         "sparse",
         "objects",
     ]
+
+
+class Trains(BoringModel):
+    """Has attributes of many kinds, of which one takes part in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.mean = self.current = self.best = self.given = 1.0
+        self.history: deque[float] = deque(maxlen=5)
+        self.losses: list[torch.Tensor] = []
+        self.count = 0
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 1.0 + self.current_epoch
+
+    def scaled(self, factor: float) -> Any:
+        return self.layer(self.current * torch.ones(1, 32)).sum() * factor
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.current = float(batch.mean())
+        loss = self.scaled(self.taken_from(batch))
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+        self.log_dict({"mean": self.mean, "count": self.count})
+        self.losses.append(loss.detach())
+        self.count += 1
+        if loss < self.best:
+            self.best = float(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+
+
+class ByScale(Trains):
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return self.scale
+
+
+class ByMean(Trains):
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return self.mean
+
+
+class ByHistory(Trains):
+    def taken_from(self, batch: torch.Tensor) -> float:
+        factor = 1.0 + sum(self.history)
+        self.history.append(float(batch.mean()))
+        return factor
+
+
+class BySometimes(Trains):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            self.given = 2.0 + self.current_epoch
+        return super().training_step(batch, batch_idx)
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return self.given
+
+
+class ByGiven(BySometimes):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.given = 2.0 + self.current_epoch
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Trains, ""),
+        (ByGiven, ""),
+        (ByScale, "scale was 2.0 and is 1.0"),
+        (ByMean, "mean was"),
+        (ByHistory, "history"),
+        (BySometimes, "given was 3.0 and is 1.0"),
+    ],
+)
+def test_attributes_that_training_uses_and_a_resume_lacks_are_warned_of(tmp_path: Path, kind: Any, named: str) -> None:
+    data, weights = [torch.full((32,), number / 10) for number in range(8)], []
+    for path in (None, tmp_path / "step=6.ckpt"):
+        model = kind()
+        torch.nn.init.constant_(model.layer.weight, 0.1)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": not path}
+        trainer = quiet_trainer(*([] if path else [saver]), StatefulDataCallback(seed=0), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(data, batch_size=2, shuffle=True), ckpt_path=path)
+        weights.append(model.layer.weight)
+        said = [str(one.message) for one in caught if "Attributes of the module that training_step uses" in str(one)]
+        assert len(said) == bool(path and named)
+    assert torch.equal(*weights) == (not named)
+    assert all(named in one.partition("others here: ")[2] for one in said)
