@@ -52,8 +52,9 @@ class SetBetweenPasses:
 
     State:
         ``set``: by ``class.attribute``, a digest of each attribute that was set so, the same in every process;
-        ``first``: one of the first value that it was set to. Of a dataset without a state of its own, what was set
-        before the first pass, as in ``on_train_start``, is there too, if it is read by and no pass changes it.
+        ``first``: one of the first value that it was set to. Of a dataset without a state of its own, or in workers,
+        what was set before the first pass, as in ``on_train_start``, is there too, if samples are read by it and no
+        pass changes it.
     """
 
     def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
@@ -61,6 +62,8 @@ class SetBetweenPasses:
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
         self._is_within = self._is_resumed = False
+        # Of that, what is to be compared when the next pass begins.
+        self._next: dict[str, str] = {}
         # Of that, digests from when training began, and what no hook had restored; None while nobody has looked.
         self._restored: dict[str, str] = {}
         self._as_built: set[str] | None = None
@@ -93,7 +96,7 @@ class SetBetweenPasses:
 
     def note_restored(self) -> None:
         """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
-        if self._expected and self._as_built is None:
+        if self._expected:
             self._restored = self._digests(self._expected)
             self._as_built = {name for name, held in self._expected.items() if self._restored[name] != held}
             lists = (item for item in attributes_in(self._dataset) if isinstance(item[1], (list, set, deque)))
@@ -105,11 +108,15 @@ class SetBetweenPasses:
         return bool(self._expected)
 
     def note_own_state(self, loaded: Any) -> None:
-        """A copy of the dataset has loaded the state that its pass goes on from: what that restores need not be set."""
+        """A copy of the dataset has loaded the state that its pass goes on from: what that restores need not be set.
+
+        What it restores in workers that end with the pass has to be set for the next one.
+        """
         present = digests_of(loaded, self._expected)
-        restored = {name for name, held in self._expected.items() if present.get(name) == held}
-        self._set |= restored
+        restored = {name: held for name, held in self._expected.items() if present.get(name) == held}
+        self._set |= restored.keys()
         self._expected = {name: held for name, held in self._expected.items() if name not in restored}
+        self._next = restored if self._in_workers else {}
 
     def note_begin(self) -> None:
         """A pass is about to begin."""
@@ -154,7 +161,9 @@ class SetBetweenPasses:
         # Of what was set before the first pass alone there is no first value.
         self._set |= {name for name in self._expected if self._first.get(name)}
         self._set_at_start |= self._expected.keys() - self._set
-        self._expected, self._as_built = {}, None
+        self._expected, self._next, self._as_built = self._next, {}, None
+        self._is_within = False
+        self.note_restored()
         self._left = now if self._in_workers else None
         self._begun_with = self._digests(self._set | self._set_at_start)
         if self._num_read < _LOOKS_AT and not self._in_workers:
@@ -196,9 +205,10 @@ class SetBetweenPasses:
             self._set_at_start = (self._set_at_start or set()) - changed_names(self._begun, self._left)
 
     def _is_read_by(self, name: str) -> bool:
-        """Whether the code of a dataset without a state of its own uses an attribute to read samples."""
+        """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
         leaf = name.rpartition(".")[2]
-        return not has_state(self._dataset) and uses_of(self._dataset, leaf, may_be_called=True).uses
+        is_kept = has_state(self._dataset) and not self._in_workers
+        return not is_kept and uses_of(self._dataset, leaf, may_be_called=True).uses
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
         """See above; empty if nothing was set.

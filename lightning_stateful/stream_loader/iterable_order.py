@@ -320,7 +320,10 @@ class IterableOrder(StreamReader):
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
-        by_hooks = {**progress.details.get("set_within", {}).get("within", {}), **progress.details.get("set", {})}
+        # What was set before the first pass alone, of which there is no first value, does not count.
+        first = progress.details.get("first", {})
+        set_between = {name: held for name, held in progress.details.get("set", {}).items() if first.get(name)}
+        by_hooks = {**progress.details.get("set_within", {}).get("within", {}), **set_between}
         self.settings = replace(self.settings, set_by_hooks=dict(sorted(by_hooks.items())))
         if self._attributes is not None:
             self._attributes.set_by_hooks = {*by_hooks}
@@ -364,7 +367,11 @@ class IterableOrder(StreamReader):
 
     def _note_own_state(self, watch: SetBetweenPasses, state: IterableState) -> None:
         """Try on a copy which attributes the state of the dataset's own restores, if it can be copied."""
-        own = next((slot["state"]["dataset"] for slot in state.slots if slot and slot["state"]), None)
+        states = [slot["state"] if slot else None for slot in state.slots]
+        if None in states[self.topology.rank :: state.num_replicas]:
+            # A worker that had read nothing of the pass begins it with the dataset as it is here.
+            return
+        own = next(held["dataset"] for held in states if held)
         with suppress(Exception):
             copied = copied_with_shared_data(self.dataset)
             copied.load_state_dict(from_plain(own))

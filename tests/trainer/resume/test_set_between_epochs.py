@@ -330,3 +330,12 @@ def test_what_a_hook_sets_on_a_resume_alone_is_in_the_log(tmp_path: Path, caplog
     resumed, _ = fit(tmp_path, "on_train_start", kind=Sized, is_beside=False, epoch=1)
     assert resumed != whole[2 * ALONE :]
     assert "Sized.level was set before the first batch of this run, and was as built in the run that" in caplog.text
+
+
+def test_what_a_state_restores_in_workers_alone_is_named(tmp_path: Path) -> None:
+    # Behind one batch the second worker has none; behind three, the next epoch's workers are copies without it.
+    whole, _ = fit(tmp_path, "on_train_start", kind=HoldsLevel, is_beside=False, adds=True, workers=2)
+    for batches in (1, 3):
+        resumed, said = fit(tmp_path, "", kind=HoldsLevel, is_beside=False, epoch=batches / 10, workers=2)
+        assert resumed != whole[ALONE + batches :]
+        assert any("HoldsLevel.level was set between two epochs in the run" in one for one in said), batches
