@@ -55,12 +55,13 @@ class HeldState:
     Args:
         roots: The objects.
         containers: Whether to copy containers, arrays and generators as well as attributes.
+        most_bytes: Bytes of arrays and tensors up to which they are copied.
 
     Attributes:
         is_whole: Whether there were not too many objects to be copied.
     """
 
-    def __init__(self, *roots: Any, containers: bool = True) -> None:
+    def __init__(self, *roots: Any, containers: bool = True, most_bytes: int = _MOST_BYTES) -> None:
         # By the way that leads there: an object, and a copy of what it held.
         self._kept: dict[str, tuple[Any, Any]] = {}
         seen: set[int] = set()
@@ -70,7 +71,7 @@ class HeldState:
             if isinstance(value, _PLAIN) or id(value) in seen or _is_left_alone(value):
                 continue
             seen.add(id(value))
-            if (copied := _copied(value, containers=containers)) is not None:
+            if (copied := _copied(value, containers, most_bytes)) is not None:
                 self._kept[name] = value, copied
             if depth < _DEPTH:
                 found += [(f"{name}.{part}", held, depth + 1) for part, held in _held_by(value)]
@@ -144,16 +145,16 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (_attributes_of(value) or {}).items()
 
 
-def _copied(value: Any, *, containers: bool) -> Any:
+def _copied(value: Any, containers: bool, most_bytes: int) -> Any:
     """A shallow copy of what a value holds; None where nothing of it is copied."""
     if isinstance(value, torch.Tensor):
-        if not can_be_read(value) or (value.nbytes > _MOST_BYTES if containers else value.numel() != 1):
+        if not can_be_read(value) or (value.nbytes > most_bytes if containers else value.numel() != 1):
             return None
         return value.detach().clone()
     if not containers and isinstance(value, _CONTAINERS):
         return None
     if isinstance(value, np.ndarray):
-        return value.copy() if value.nbytes <= _MOST_BYTES and value.flags.writeable else None
+        return value.copy() if value.nbytes <= most_bytes and value.flags.writeable else None
     if isinstance(value, GENERATORS):
         return get_generator_state(value)
     if isinstance(value, FunctionType):
@@ -199,8 +200,10 @@ def put_back(value: Any, copied: Any) -> None:
         deque.clear(value)
         deque.extend(value, copied)
     elif isinstance(value, set):
-        set.clear(value)
-        set.update(value, copied)
+        # Else its order may become another.
+        if not set.__eq__(value, copied):
+            set.clear(value)
+            set.update(value, copied)
     elif isinstance(value, OrderedDict):
         # It keeps its order beside the dict that it is.
         OrderedDict.clear(value)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from lightning_stateful.contents.held_state import HeldState
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users, named_outside, names_in
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, surroundings_of
 
 # Objects in lists of more than 1,024 are shared too.
 _MOST_SHARED = 64
+# Of an array or tensor.
+_MOST_BYTES = 2**27
 
 
 class SharedObjects:
@@ -22,19 +26,26 @@ class SharedObjects:
     Args:
         sampler: The sampler.
         dataset: Another object that copies share, or None.
+        in_training: Whether training goes on, so that containers, arrays and tensors are put back too that the code of
+            the sampler names: in what copies share, in its classes, and in variables. Before training a sampler that
+            changes such is refused.
     """
 
-    def __init__(self, sampler: Any, dataset: Any = None) -> None:
-        self._shared = list(islice(SamplerParts(sampler, dataset).shared, _MOST_SHARED))
+    def __init__(self, sampler: Any, dataset: Any = None, *, in_training: bool = False) -> None:
+        parts = SamplerParts(sampler, dataset)
+        self._shared = list(islice(parts.shared, _MOST_SHARED))
+        self._named = _named_by(parts, self._shared) if in_training else []
 
     def keep(self) -> None:
         """Keep what the attributes are now, to put that back."""
         # Without containers: they may be large, and a thread may read them meanwhile.
         self._held = HeldState(*self._shared, containers=False)
+        self._contents = HeldState(*self._named, most_bytes=_MOST_BYTES)
 
     def put_back(self) -> None:
         """Set the attributes as they were."""
         self._held.restore()
+        self._contents.restore()
 
     def __enter__(self) -> SharedObjects:
         self.keep()
@@ -42,6 +53,20 @@ class SharedObjects:
 
     def __exit__(self, *error: object) -> None:
         self.put_back()
+
+
+def _named_by(parts: SamplerParts, shared: Sequence[Any]) -> list[Any]:
+    """What the code of a sampler names, outside of it and in what copies share with it, but for plain values."""
+    names: set[str] = set()
+    kinds = {kind for part in parts.found for kind in type(part).__mro__}
+    # Methods of what is shared, too, that it calls.
+    for of in (kinds, {kind for part in shared for kind in type(part).__mro__}):
+        functions = [one for kind in of if is_users(kind.__module__) for one in vars(kind).values()]
+        codes = [one.__code__ for one in functions if isinstance(one, FunctionType)]
+        names |= {name for code in codes if of is kinds or code.co_name in names for name in names_in(code)}
+    within = [value for part in shared for name, value in attributes_of(part).items() if name in names]
+    outside = [value for part in parts.found for value in named_outside(part).values()]
+    return [value for value in (*within, *outside) if type(value) not in PLAIN and not callable(value)]
 
 
 def changed_names(sampler: Any, dataset: Any, before: dict[str, str]) -> list[str]:

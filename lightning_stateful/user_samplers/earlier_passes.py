@@ -72,7 +72,7 @@ class CopyInStep:
         if facts.fresh is None or facts.seconds > LONG_FAST_FORWARD or facts.writes_files:
             return False
         asked = AskedRanks(1) if order.dealing.answers else None
-        with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
             if self._copied is None or self._copied[1] != passes[: len(self._copied[1])]:
                 self._copied = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
             copied, gone = self._copied

@@ -241,7 +241,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
     if facts.error or facts.seconds > QUICK or facts.writes_files:
         return False
-    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
         tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
         _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
@@ -264,7 +264,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         looked_at += (repr(surroundings_of(order.sampler, order.dataset, known)),)
         if order.memory.looked_at == looked_at:
             return sequence
-    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
         tried = copy_as_now(order, order.sampler)
         items = tried.begin(0, 0, before_iter=lambda: held.append(_held_when_told(order, tried)))
         with tried.entered():
@@ -289,7 +289,7 @@ def _held_when_told(order: UserSampler, tried: IteratedSampler) -> str:
 
 def holds_as_tried(order: UserSampler) -> bool:
     """Whether a copy of a sampler that is told epochs, as it is now, holds at epoch 0 what the tried copy held then."""
-    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
         tried = copy_as_now(order, order.sampler)
         tried.tell(0)
         return _held_when_told(order, tried) == order.facts.told
@@ -299,7 +299,7 @@ def holds_as_tried(order: UserSampler) -> bool:
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
     tried, now = copy_as_now(order, sampler), SamplerFacts(says=order.facts.says)
-    with SharedObjects(order.sampler, order.dataset):
+    with SharedObjects(order.sampler, order.dataset, in_training=True):
         _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
 

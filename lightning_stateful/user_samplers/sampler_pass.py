@@ -213,7 +213,7 @@ class SamplerPass:
         order = self._order
         if note is None or not self.has_states or self.end is not None or order.facts.begins_in > _SLOW_TO_GO_ON:
             return False
-        with suppress(Exception), SharedObjects(order.sampler, order.dataset), keep_randomness():
+        with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True), keep_randomness():
             tried = copy_as_now(order, order.sampler)
             items = tried.begin(*self.label, note[0], note[2])
             with tried.entered():

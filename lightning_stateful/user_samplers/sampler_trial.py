@@ -313,7 +313,7 @@ def _is_written(function: Any, how: Any) -> bool:
 def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:
     """Items of an epoch as a copy that is told it says; the sampler stays as it is, and what it shares with copies."""
     tried = copy_as_now(order, order.sampler)
-    with SharedObjects(order.sampler, order.dataset):
+    with SharedObjects(order.sampler, order.dataset, in_training=True):
         tried.tell(epoch, cycle)
         with tried.entered():
             return order.length_of(tried.sampler)
