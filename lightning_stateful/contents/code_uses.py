@@ -128,7 +128,9 @@ def _code_of(dataset: Any, read: frozenset[str]) -> list[CodeType]:
 
 def _called_by(places: list[Place], read: frozenset[str]) -> set[str]:
     """The names that functions by which samples are read name, and those that these name, and so on."""
-    called = {*read, *(place.value.__name__ for place in places if place.above and not _is_method(place))}
+    held = {place.value.__name__ for place in places if place.above and not _is_method(place)}
+    # That of a dataclass is none of its methods.
+    called = {*read, *(held - {"__repr__"})}
     functions = [place.value for place in places]
     while more := {name for one in functions if one.__name__ in called for name in names_in(one.__code__)} - called:
         called |= more

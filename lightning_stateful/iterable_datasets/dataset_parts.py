@@ -10,6 +10,8 @@ from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_stateful.contents.held_state import changed_names
@@ -19,6 +21,7 @@ from lightning_stateful.generators.attributes import (
     closure_of,
     is_lightnings,
     is_users,
+    named_outside,
     names_in,
 )
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
@@ -115,10 +118,26 @@ def digests_as_built(dataset: Any) -> dict[str, str]:
     return digests_of(dataset, None)
 
 
+def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """As :func:`attributes_in`, and variables outside of the dataset that code of the user's in it names, once each."""
+    names = set()
+    for name, value in attributes_in(dataset):
+        names.add(name)
+        yield name, value
+    outside = {
+        name: value
+        for part in parts_of(dataset)
+        if is_users(type(part).__module__)
+        for name, value in named_outside(part).items()
+    }
+    kinds = (*PLAIN, *GROWING, np.ndarray, torch.Tensor)
+    yield from ((name, value) for name, value in outside.items() if name not in names and type(value) in kinds)
+
+
 def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
-    """Digests of attributes as they are now, which another process may compare; None for plain ones and containers."""
+    """Digests of values as they are now, for another process to compare; None for plain attributes and containers."""
     found: dict[str, str] = {}
-    for name, value in attributes_in(dataset) if names is None or names else ():
+    for name, value in attributes_in(dataset) if names is None else values_in(dataset) if names else ():
         if name in names if names is not None else type(value) in (*PLAIN, *GROWING):
             if type(value) in GROWING and len(value) > _MOST_ITEMS:
                 # Such as the samples of a replay buffer, at every save.

@@ -22,7 +22,14 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
-from lightning_stateful.iterable_datasets.dataset_parts import GROWING, attributes_in, digests_of, names_told, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import (
+    GROWING,
+    attributes_in,
+    digests_of,
+    names_told,
+    parts_of,
+    values_in,
+)
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_nodes.own_state import has_state
@@ -43,7 +50,8 @@ _EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 class SetBetweenPasses:
     """Notices attributes of a dataset that something else than its passes sets between two of them, as a hook does.
 
-    What ``set_epoch`` sets is left out, and looked at elsewhere.
+    So it does variables of a module that code of the dataset names. What ``set_epoch`` sets is left out, and looked at
+    elsewhere.
 
     Args:
         dataset: The dataset, as it is in this process.
@@ -99,7 +107,7 @@ class SetBetweenPasses:
         if self._expected:
             self._restored = self._digests(self._expected)
             self._as_built = {name for name, held in self._expected.items() if self._restored[name] != held}
-            lists = (item for item in attributes_in(self._dataset) if isinstance(item[1], (list, set, deque)))
+            lists = (item for item in values_in(self._dataset) if isinstance(item[1], (list, set, deque)))
             self._lists = {name: (value, len(value)) for name, value in lists if name in self._as_built}
 
     @property
@@ -128,7 +136,7 @@ class SetBetweenPasses:
             first, as_built = self._first, self._as_built or set()
             unset = {name for name in lost if present.get(name) == self._restored.get(name)}
             # What a hook has added to it since, it has added to what nobody had restored.
-            held = dict(attributes_in(self._dataset)) if self._lists else {}
+            held = dict(values_in(self._dataset)) if self._lists else {}
             grown = {name for name, (of, size) in self._lists.items() if len(of) > size}
             unset |= {name for name in grown if held.get(name) is self._lists[name][0]}
             counted = {name for name in as_built - unset if now.get(name) != self._built.get(name)}
@@ -208,7 +216,7 @@ class SetBetweenPasses:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
         leaf = name.rpartition(".")[2]
         is_kept = has_state(self._dataset) and not self._in_workers
-        return not is_kept and uses_of(self._dataset, leaf, may_be_called=True).uses
+        return not is_kept and uses_of(self._dataset, leaf, is_variable=True, may_be_called=True).uses
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
         """See above; empty if nothing was set.
@@ -257,7 +265,7 @@ class SetBetweenPasses:
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
         held: dict[str, str] = {}
-        for name, value in filter(lambda item: self._looks_at(item[1]), attributes_in(self._dataset)):
+        for name, value in filter(lambda item: self._looks_at(item[1]), values_in(self._dataset)):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
         return {**held, **{name: repr(value) for name, value in _shared_in(self._dataset)}}
 

@@ -197,8 +197,10 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
         inner = name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
         leaf = inner.partition("[")[0].partition(".")[0]
         if leaf in vars(part) and is_users(type(part).__module__):
-            use = uses_of(module, leaf, may_be_called=callable(vars(part)[leaf]), read=_TRAINS)
-            return use.uses and (use.carries or not is_set_anew(module, leaf, _TRAINS))
+            # Of what an object in an attribute holds, that name.
+            last = inner.rpartition(".")[2].partition("[")[0]
+            use = uses_of(module, last, may_be_called=callable(vars(part)[leaf]), read=_TRAINS)
+            return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
 
 

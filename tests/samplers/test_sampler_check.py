@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -388,7 +388,8 @@ class DrawsWhenTold(theirs.Bag):
     """Notes outside of itself how often it has planned an epoch, by the epoch that it is told."""
 
     epoch = 0
-    plans: ClassVar[Any] = SimpleNamespace(begun=[])
+    # A module is left as a trial has left it.
+    plans: ClassVar[Any] = ModuleType("plans")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -410,6 +411,7 @@ def test_saves_try_a_sampler_that_is_slow_to_begin_twice_an_epoch_and_still_noti
     for name in ("QUICK", "_BEARABLE", "_CHEAP"):
         monkeypatch.setattr(sampler_trial, name, float("inf"))
     sampler = DrawsWhenTold(rows=list(range(100)))
+    sampler.plans.begun = []
     loader = patch_dataloader(DataLoader(range(100), sampler=sampler, batch_size=5))  # type: ignore[arg-type]
     for epoch in range(3):
         for number, _ in enumerate(loader):

@@ -339,3 +339,34 @@ def test_what_a_state_restores_in_workers_alone_is_named(tmp_path: Path) -> None
         resumed, said = fit(tmp_path, "", kind=HoldsLevel, is_beside=False, epoch=batches / 10, workers=2)
         assert resumed != whole[ALONE + batches :]
         assert any("HoldsLevel.level was set between two epochs in the run" in one for one in said), batches
+
+
+LEVELS = {"level": 0.0}
+
+
+class InVariable(Scaled):
+    """Reads the level from a variable of the module."""
+
+    def __init__(self) -> None:
+        LEVELS["level"] = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        return (number + 100 * LEVELS["level"] for number in range(2 * ALONE))
+
+    @property
+    def level(self) -> float:
+        return LEVELS["level"]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        LEVELS["level"] = level
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_variable_that_a_hook_sets_between_two_epochs_is_named(tmp_path: Path, workers: int) -> None:
+    how: dict[str, Any] = {"kind": InVariable, "is_beside": False, "adds": True, "workers": workers}
+    whole, said = fit(tmp_path, "on_train_epoch_end", **how)
+    assert any("LEVELS was changed between two epochs by something else" in one for one in said)
+    resumed, said = fit(tmp_path, "on_train_epoch_end", **how, epoch=1)
+    assert resumed != whole[2 * ALONE :]
+    assert any("LEVELS was set between two epochs in the run that wrote" in one for one in said)
