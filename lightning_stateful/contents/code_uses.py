@@ -16,7 +16,7 @@ from lightning_stateful.generators.attributes import Place, codes_in, is_users, 
 # Functions by which samples are read.
 _READ = frozenset({"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"})
 # Those that only put something into a container, or lock it; and those whose result, if any, is only written down.
-_ADD = {"append", "appendleft", "add", "extend"}
+_ADD = {"append", "appendleft", "add", "extend", "update"}
 _PUT = _ADD | {"get_lock", "acquire", "release"}
 _TELL = {"print", "write", "log", "debug", "info", "warn", "warning", "error", "exception", "critical", "next"}
 _TELL |= {"log_dict", "log_metrics", "add_scalar", "add_scalars"}
