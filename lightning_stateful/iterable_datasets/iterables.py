@@ -229,7 +229,7 @@ class IterableSlot:
 
     def is_of(self, task: IterableTask) -> bool:
         """Whether it reads a task."""
-        return self._task is task or self._task == task
+        return self._task == task
 
     def close(self) -> None:
         """Let go of the iterator."""

@@ -348,7 +348,8 @@ class SetWithinPass:
         """
         if self._set:
             # What its own iteration changes too is no setting of somebody else's.
-            self._set = {name: at for name, at in self._set.items() if name not in self.changed()}
+            changed = self.changed()
+            self._set = {name: at for name, at in self._set.items() if name not in changed}
         if self._expected:
             self._compare()
         self._num_read += 1

@@ -170,12 +170,11 @@ def look_once(trainer: pl.Trainer) -> None:
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
     of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-    for are_used in (True, False):
-        said = [
-            _change(name, others[name], now.get(name, "not set"))
-            for name in left
-            if _is_trained_with(trainer, name) == are_used
-        ]
+    used = [name for name in left if _is_trained_with(trainer, name)]
+    for are_used, names in ((True, used), (False, [name for name in left if name not in used])):
+        if not names:
+            continue
+        said = [_change(name, others[name], now.get(name, "not set")) for name in names]
         owners = "module" if are_used else "module, callbacks or data module"
         text = (
             f"Attributes of the {owners}{of_rank} that {'training_step uses and ' if are_used else ''}no checkpoint "
@@ -184,9 +183,9 @@ def look_once(trainer: pl.Trainer) -> None:
             "state_dict, or set them in on_train_start."
             f"{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
         )
-        if said and are_used:
+        if are_used:
             warnings.warn(text, StatefulWarning, stacklevel=2)
-        elif said:
+        else:
             _log.info(text)
 
 

@@ -102,7 +102,8 @@ class IterableOrder(StreamReader):
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
         how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
-        built = digests_as_built(self.dataset) if is_watched else {}
+        is_compared = is_watched and (has_state(self.dataset) or not loader.num_workers)
+        built = digests_as_built(self.dataset) if is_compared else {}
         self.settings = replace(self.settings, built=built if has_state(self.dataset) else {})
         # What is set within a pass does not reach workers.
         self._within = SetWithinPass(self.dataset, built) if is_watched and not loader.num_workers else None
