@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import socket
 import statistics
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from lightning_stateful.core.steps import Topology
 from lightning_stateful.stream_loader import rank_sync
 from lightning_stateful.stream_loader.rank_store import RankStore, StateEncoder
 from lightning_stateful.stream_loader.rank_sync import RankSync
+from lightning_stateful.verify.launcher import free_port
 
 CLAIM = (
     "Ranks tell each other where they stand in their streams, and whether all have a batch for the next step, through "
@@ -46,13 +46,6 @@ def record(rank: int, step: int) -> list[dict[str, Any]]:
     draw = random.Random(rank * 2**20 + step)
     whole = {"shard": draw.randrange(10**5), "row": step * 37, "byte": draw.randrange(10**9), "block": step // 50}
     return [{**whole, "source": {"items": [draw.randrange(10**6) for _ in range(30)]}}]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def walk(rank: int, port: int, answers: Any) -> None:

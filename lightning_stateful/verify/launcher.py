@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -234,18 +235,30 @@ def _own_environment() -> dict[str, str]:
 
 def environments_of_ranks(num_ranks: int) -> list[dict[str, str]]:
     """The environment variables of each rank on this machine, as torchrun sets them, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "ranks",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def free_port() -> int:
+    """A port of this machine on which nothing listens.
+
+    Raises:
+        OSError: If none of a hundred is free.
+    """
+    # Not the one that the system gives for port 0: it takes those for outgoing connections too, and may give the same
+    # one away before rank 0 listens on it. No system takes them from below 32,768 unless it is told to.
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no port is free among 100 that were drawn between 20000 and 32767: close what listens there")
 
 
 def serve(descriptor: int, package: str, folder: str) -> None:

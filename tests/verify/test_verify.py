@@ -11,6 +11,7 @@ from support.quick import thinned
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.testing import verify_datamodule
+from lightning_stateful.verify.launcher import environments_of_ranks
 from lightning_stateful.verify.result import Verification
 from lightning_stateful.verify.trials import verify
 
@@ -164,3 +165,10 @@ def test_what_cannot_be_made_is_no_finding() -> None:
         verify(lambda: None)
     with pytest.raises(ConfigurationError, match=r"devices must be numbers from 1, got \[0\]"):
         verify(verify_cases.Plain, devices=(0,))
+
+
+def test_ranks_meet_on_a_port_that_no_other_connection_is_given() -> None:
+    # Linux takes ports of outgoing connections from 32,768 on, macOS and Windows from 49,152 on.
+    ports = {int(environments_of_ranks(2)[rank]["MASTER_PORT"]) for rank in (0, 1) for _ in range(20)}
+    assert len(ports) > 30
+    assert max(ports) < 32_768
