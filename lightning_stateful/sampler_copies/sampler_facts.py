@@ -43,7 +43,7 @@ class SamplerFacts:
         told: Digest of what the copy held that was told epoch 0; empty if it is told none.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
-        fresh: A copy of one that remembers, as it was before anybody has iterated it.
+        fresh: A copy from before anybody has iterated it: of one that remembers, or that is changed within a pass alone.
     """
 
     first: Any = None

@@ -92,7 +92,7 @@ def _facts_of(
         # Nobody asks the sampler itself.
         tried = fresh()
     contents = partial(digest_of_contents, tried.sampler, order.dataset, epoch=0)
-    before, left, followed = "", list[str](), None
+    before, looks, followed = "", list[str](), None
 
     def note_told() -> None:
         nonlocal before
@@ -101,7 +101,7 @@ def _facts_of(
 
     try:
         items = tried.begin(0, 0, before_iter=note_told)
-        followed = _Followed(order, tried, items, facts, lambda: left.append(contents()), started)
+        followed = _Followed(order, tried, items, facts, lambda: looks.append(contents()), started)
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -116,7 +116,7 @@ def _facts_of(
             again = partial(fresh, sampler=tried.sampler)
             _ask_for_length(order, again(), facts, again)
     _refuse_wrong_length(order, facts)
-    ended = contents()
+    (within, *left), ended = looks, contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
     is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
     trial = SamplerTrial(order, facts, fresh, is_unseen=is_unseen)
@@ -127,7 +127,7 @@ def _facts_of(
         objects.put_back()
         if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
             raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
-    if facts.remembers:
+    if facts.remembers or within not in (before, ended):
         facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
         tell(() if choose is None else choose(facts.fresh))
     facts.leads_back = _leads_back(fresh, followed)
@@ -242,7 +242,7 @@ def yields_otherwise(order: UserSampler) -> bool:
     if facts.error or facts.seconds > QUICK or facts.writes_files:
         return False
     with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
-        tried = copy_as_now(order, order.sampler if facts.fresh is None else facts.fresh)
+        tried = copy_as_now(order, facts.fresh if facts.remembers else order.sampler)
         _Followed(order, tried, tried.begin(0, 0), now)
     return _differ_in_items(facts, now)
 
@@ -276,7 +276,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         if now == sequence:
             order.memory.looked_at = looked_at
             return sequence
-        is_own = facts.remembers and order.memory.follows(order, now, partial(first_sequence, order))
+        is_own = facts.fresh is not None and order.memory.follows(order, now, partial(first_sequence, order))
         return sequence if is_own else now
     return sequence
 
@@ -312,7 +312,7 @@ class _Followed:
         tried: The copy.
         items: The iterator of its pass.
         facts: Where to put what is found.
-        at_last: Called when the last item that ``len()`` says is drawn, and no more was asked for.
+        look: Called behind the first items, and when the last that ``len()`` says is drawn, and no more was asked for.
         started: When the pass was begun; None for now.
 
     Attributes:
@@ -326,7 +326,7 @@ class _Followed:
         tried: IteratedSampler,
         items: Iterator[Any],
         facts: SamplerFacts,
-        at_last: Callable[[], object] = tuple,
+        look: Callable[[], object] = tuple,
         started: float | None = None,
     ) -> None:
         self.state: Any = None
@@ -340,9 +340,9 @@ class _Followed:
         self._running, self._beginning = hashlib.blake2b(digest_size=8), list[Any]()
         # Indices stay as they are; others are written as they come.
         self._are_indices = False
-        self._follow(at_last)
+        self._follow(look)
 
-    def _follow(self, at_last: Callable[[], object]) -> None:
+    def _follow(self, look: Callable[[], object]) -> None:
         order, facts = self._order, self._facts
         while size := self._num_wanted():
             before = self._drawn
@@ -350,11 +350,12 @@ class _Followed:
                 self._draw(size)
             if before < 2:
                 self._look_at_length()
+                look()
             if before < COMPARED:
                 facts.begins_in = time.perf_counter() - self._started
             facts.marks[self._drawn] = self._running.hexdigest()
             if self._drawn == facts.says and self._drawn > before:
-                at_last()
+                look()
             if self._drawn < before + size:
                 facts.length = self._drawn
                 break

@@ -302,7 +302,7 @@ class SamplerMemory:
             of: Gives the value of a sampler.
         """
         self._close()
-        return self._in_step.gives(order, self.passes, value, of)
+        return self._in_step.gives(order, self.passes if order.facts.remembers else self.passes[-1:], value, of)
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:
         """Note what the sampler holds when a pass has begun, to see whether the pass changes it."""

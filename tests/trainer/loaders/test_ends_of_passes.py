@@ -1,4 +1,4 @@
-"""Samplers that change behind the last item of a pass, or where their iterator is dropped: as in torch, and resumed."""
+"""Samplers that change within a pass, behind it, or where their iterator is dropped: as in torch, and resumed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from harm.basics import LENGTH, permutation
 from harm.laws import judged
 from harm.own_samplers import CountsInFinally, Sized
 from harm.runs import train
-from harm.table import Entry, of
+from harm.table import Entry, WithCallback, of
 
 
 class DrawsInFinally(Sized):
@@ -56,6 +57,33 @@ class KeepsItsIterator(CountsInFinally):
             yield from super().__iter__()
 
 
+class ShufflesInBuffer(Sized):
+    """Draws from a buffer that is empty between two passes."""
+
+    def __init__(self) -> None:
+        self.buffer: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(LENGTH):
+            self.buffer.append(index)
+            if len(self.buffer) > 5:
+                yield self.buffer.pop(random.randrange(len(self.buffer)))
+        random.shuffle(self.buffer)
+        while self.buffer:
+            yield self.buffer.pop()
+
+
+class Replaces(pl.Callback):
+    """Replaces a sample in the buffer within an epoch, once."""
+
+    def __init__(self, sampler: ShufflesInBuffer) -> None:
+        self.sampler = sampler
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 8:
+            self.sampler.buffer[-1] = 0
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("make", "same"),
@@ -81,3 +109,25 @@ def test_so_it_is_behind_a_limit(tmp_path: Path, kind: Any) -> None:
 @pytest.mark.parametrize("stop", [3, 6, 8])
 def test_an_iterator_that_a_sampler_keeps_goes_on(tmp_path: Path, stop: int) -> None:
     judged(tmp_path, of(KeepsItsIterator), {stop: "exact"})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [2, 8, 9])
+def test_a_buffer_that_is_empty_between_passes_is_filled_again_without_a_word(
+    tmp_path: Path, stop: int, workers: int
+) -> None:
+    entry = Entry(of(ShufflesInBuffer), "equal")
+    whole = train(entry, workers=workers)
+    train(entry, workers=workers, save=tmp_path / "stop.ckpt", after=stop)
+    again = train(entry, workers=workers, ckpt_path=tmp_path / "stop.ckpt")
+    assert again.trained == whole.trained[stop:]
+    assert not again.said
+
+
+def test_but_what_a_callback_has_put_into_it_is_warned_of(tmp_path: Path) -> None:
+    entry = Entry(WithCallback(ShufflesInBuffer, Replaces), "equal")
+    whole = train(entry)
+    train(entry, save=tmp_path / "stop.ckpt", after=8)
+    again = train(entry, ckpt_path=tmp_path / "stop.ckpt")
+    assert again.trained != whole.trained[8:]
+    assert any("ShufflesInBuffer had been changed in training" in text for text in again.said)
