@@ -43,7 +43,7 @@ class SamplerFacts:
         told: Digest of what the copy held that was told epoch 0; empty if it is told none.
         leads_back: Whether its own state, loaded into a fresh copy, leads to the items that came next.
         error: The reason why it could not be tried; empty if it was.
-        fresh: A copy from before anybody has iterated it: of one that remembers, or that is changed within a pass alone.
+        fresh: A copy from before anybody has iterated it: of one that remembers, or whose passes change it meanwhile.
     """
 
     first: Any = None
