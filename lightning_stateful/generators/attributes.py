@@ -9,6 +9,7 @@ import builtins
 import dis
 import logging
 import math
+import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -333,6 +334,14 @@ def variables_in(code: CodeType) -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
+def named_in_environment(function: FunctionType) -> list[str]:
+    """Names by which a function may look into the environment: strings in its code, if it names that."""
+    if {"environ", "getenv"}.isdisjoint(names_in(function.__code__)):
+        return []
+    constants = {one for code in codes_in(function.__code__) for one in code.co_consts if isinstance(one, str)}
+    return sorted(filter(str.isidentifier, constants))
+
+
 def parts_of_class(kind: type) -> list[Part]:
     """Generators that attributes of a class are or bind; of a user's class also functions, and what may hold some."""
     parts: list[Part] = []
@@ -384,16 +393,21 @@ _MOST_FOLLOWED = 256
 
 
 def named_outside(value: object) -> dict[str, Any]:
-    """Values outside of an object that the methods of its class name, by names with those of module or class.
+    """Values outside of an object that the methods of its class name; see :func:`places_outside`."""
+    return {name: read() for name, read in places_outside(value).items()}
 
-    These are attributes of its classes, global variables of their modules, variables of functions around them, and
-    default arguments.
+
+def places_outside(value: object) -> dict[str, Callable[[], Any]]:
+    """What reads the values outside of an object that the methods of its class name, by names with module or class.
+
+    These are attributes of its classes, global variables of their modules, variables of functions around them, default
+    arguments, and variables of the environment.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's
     own. Of torch's and Lightning's classes nothing is looked at.
     """
     left: list[Any] = list(type(value).__mro__)
     homes = set(map(package_of, left)) - _LIBRARIES
-    found: dict[str, Any] = {}
+    found: dict[str, Callable[[], Any]] = {}
     seen: set[int] = set()
     while left and len(seen) < _MOST_FOLLOWED:
         part = left.pop()
@@ -403,27 +417,33 @@ def named_outside(value: object) -> dict[str, Any]:
         if not is_users(part.__module__) and package_of(part) not in homes:
             continue
         seen.add(id(part))
-        for name, named in _named_by(part):
+        for name, read in _named_by(part):
+            named = read()
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
             elif (not callable(named) or is_users(type(named).__module__)) and not isinstance(named, ModuleType):
-                found[name] = named
+                found[name] = read
     return found
 
 
-def _named_by(part: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of a class, or what a function names of its module, of others, and of functions around it."""
+def _named_by(part: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What reads attributes of a class, or what a function names outside of it."""
     if isinstance(part, type):
-        own = (item for item in list(vars(part).items()) if not item[0].startswith("__") or callable(item[1]))
-        yield from ((f"{part.__qualname__}.{name}", value) for name, value in own)
+        own = (name for name, value in list(vars(part).items()) if not name.startswith("__") or callable(value))
+        yield from ((f"{part.__qualname__}.{name}", partial(vars(part).get, name)) for name in own)
         return
     names = names_in(part.__code__)
     modules = [(part.__module__, part.__globals__)]
     modules += [(name, vars(of)) for name in names if isinstance(of := part.__globals__.get(name), ModuleType)]
     for module, held in modules:
-        yield from ((f"{module}.{name}", held[name]) for name in names if name in held)
-    yield from ((f"{part.__qualname__}.{name}", value) for name, value in closure_of(part).items())
-    yield from ((f"{part.__qualname__}.{name}", value) for name, value in defaults_of(part).items())
+        yield from ((f"{module}.{name}", partial(held.get, name)) for name in names if name in held)
+    for of in (closure_of, defaults_of):
+        yield from ((f"{part.__qualname__}.{name}", partial(_value_of, of, part, name)) for name in of(part))
+    yield from ((f"os.environ[{name!r}]", partial(os.environ.get, name, "")) for name in named_in_environment(part))
+
+
+def _value_of(of: Callable[[Any], Mapping[str, Any]], function: FunctionType, name: str) -> Any:
+    return of(function).get(name)
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:

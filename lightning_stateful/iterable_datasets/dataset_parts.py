@@ -1,4 +1,4 @@
-"""What an iterable dataset consists of: the datasets in it, and their attributes."""
+"""What an iterable dataset consists of: the datasets in it, their attributes, and variables that their code names."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ from lightning_stateful.generators.attributes import (
     closure_of,
     is_lightnings,
     is_users,
-    named_outside,
     names_in,
+    places_outside,
 )
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.fingerprint import digest, digest_of_tensor, is_plain_tensor
 
 GROWING = (list, set, dict, deque)
+# Types of values that are compared.
+OF_DATA = (*PLAIN, *GROWING, np.ndarray, torch.Tensor)
 # Items of these up to which they are digested.
 _MOST_ITEMS = 2**13
 # Datasets in one that are looked into for others in turn.
 _MOST_PARTS = 64
+# Of what is compared behind every batch: datasets in one, attributes of each, items of a list, and bytes of an array.
+_MOST_DATASETS, _MOST_ATTRIBUTES, _MOST_SHOWN, _MOST_BYTES = 8, 64, 32, 2**12
+_CHANGED_IN_PLACE = (*GROWING, np.ndarray, torch.Tensor)
+_MISSING = object()
 
 
 def parts_of(dataset: Any) -> list[Any]:
@@ -124,14 +130,14 @@ def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     for name, value in attributes_in(dataset):
         names.add(name)
         yield name, value
-    outside = {
-        name: value
-        for part in parts_of(dataset)
-        if is_users(type(part).__module__)
-        for name, value in named_outside(part).items()
-    }
-    kinds = (*PLAIN, *GROWING, np.ndarray, torch.Tensor)
-    yield from ((name, value) for name, value in outside.items() if name not in names and type(value) in kinds)
+    outside = ((name, read()) for name, read in places_of_outside(dataset).items() if name not in names)
+    yield from ((name, value) for name, value in outside if type(value) in OF_DATA)
+
+
+def places_of_outside(dataset: Any) -> dict[str, Callable[[], Any]]:
+    """What reads the variables outside of a dataset that code of the user's in it names, by their names."""
+    parts = (part for part in parts_of(dataset) if is_users(type(part).__module__))
+    return {name: read for part in parts for name, read in places_outside(part).items()}
 
 
 def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
@@ -146,6 +152,103 @@ def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
                 # What cannot be read, such as an object of an installed package in it, is left alone.
                 found[name] = digest(value, found.get(name, ""))
     return found
+
+
+class HeldValues:
+    """What the attributes of a dataset, and the variables outside of it that its code names, hold at one time.
+
+    Of objects it is seen when another one is set, when a list, set or dict grows or shrinks, and when a short one or a
+    small array is changed otherwise. What ``set_epoch`` sets is left out.
+
+    Args:
+        dataset: The dataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        parts = [part for part in parts_of(dataset) if hasattr(part, "__dict__") and names_told(part) is not None]
+        self._holders = [part for part in parts if len(vars(part)) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
+        told = [(type(part).__qualname__, name) for part in self._holders for name in names_told(part) or ()]
+        self._told = {f"{kind}.{name}" for kind, name in told}
+        left_out = {name for _, name in told}.union(self._told, dict(attributes_in(dataset)))
+        # What reads the variables.
+        self._places = {
+            name: read
+            for name, read in places_of_outside(dataset).items()
+            if {name, name.rpartition(".")[2]}.isdisjoint(left_out)
+        }
+        self.note(in_long=False)
+
+    def note(self, *, in_long: bool) -> None:
+        """Note what they hold now.
+
+        Args:
+            in_long: Whether changes within long lists and large arrays are seen too, up to some thousand items.
+        """
+        self._in_long, self._noted = in_long, self._now()
+        self._items, self._contents = list(map(_items_in, self._noted)), self._contents_now()
+
+    def is_same(self) -> bool:
+        """Whether they hold what was noted, which is told in a short while."""
+        now = self._now()
+        for before, of in zip(self._noted, now, strict=True):
+            if not _are_same([*before.values()], [*of.values()]):
+                return False
+        for items, of_items in zip(self._items, map(_items_in, now), strict=True):
+            if items.keys() != of_items.keys() or not all(map(_are_same, items.values(), of_items.values())):
+                return False
+        return self._contents == self._contents_now()
+
+    def changed(self) -> set[str]:
+        """The names of those that do not."""
+        changed = changed_names(self._contents, self._contents_now())
+        kinds = [*(f"{type(part).__qualname__}." for part in self._holders), ""]
+        for kind, before, of, items in zip(kinds, self._noted, self._now(), self._items, strict=True):
+            of_items = _items_in(of)
+            names = {name for name, held in items.items() if not _are_same(held, of_items.get(name, []))}
+            names |= before.keys() ^ of.keys()
+            names |= {name for name in before.keys() & of.keys() if not _is_same(before[name], of[name])}
+            changed |= {f"{kind}{name}" for name in names}
+        return changed - self._told
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [*(dict(vars(part)) for part in self._holders), {name: read() for name, read in self._places.items()}]
+
+    def _contents_now(self) -> dict[str, str]:
+        if not self._in_long:
+            return {}
+        return {
+            f"{type(part).__qualname__}.{name}": digest_of_contents([value])
+            for part in self._holders
+            for name, value in vars(part).items()
+            if type(value) in _CHANGED_IN_PLACE and _size_of(value) <= _MOST_ITEMS
+        }
+
+
+def _size_of(value: Any) -> int:
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in GROWING else value.numel()
+
+
+def _items_in(held: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Of lists, sets, dicts and arrays what is in short ones, and how long others are."""
+    return {name: _items_of(value) for name, value in held.items() if type(value) in _CHANGED_IN_PLACE}
+
+
+def _items_of(value: Any) -> list[Any]:
+    if type(value) in GROWING:
+        if len(value) > _MOST_SHOWN:
+            return [len(value)]
+        return [*value, *value.values()] if type(value) is dict else [*value]
+    if isinstance(value, torch.Tensor):
+        return [digest_of_tensor(value.detach())] if is_plain_tensor(value) and value.nbytes <= _MOST_BYTES else []
+    return [value.tobytes()] if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else []
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(_is_same, some, others))
 
 
 class SetSinceBuilt:

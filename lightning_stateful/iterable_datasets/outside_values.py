@@ -16,9 +16,9 @@ from lightning_stateful.contents.held_state import put_back
 from lightning_stateful.generators.attributes import (
     PLAIN,
     can_be_read,
-    codes_in,
     defaults_of,
     is_users,
+    named_in_environment,
     names_in,
     reached,
     variables_in,
@@ -32,8 +32,6 @@ _Variable: TypeAlias = tuple[Any, str]
 _NOTHING = object()
 # Longer containers and larger arrays are data.
 _MOST_ITEMS, _MOST_BYTES = 2**16, 2**20
-# Names by which code reads the environment.
-_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _BASES: tuple[Any, ...] = (list, dict, set, deque, bytearray)
 
 
@@ -101,9 +99,7 @@ class OutsideValues:
         for name, value in defaults_of(function).items():
             if isinstance(value, (*_BASES, np.ndarray, torch.Tensor)):
                 self._defaults[f"{function.__qualname__}.{name}"] = function, value
-        if not _OF_ENVIRONMENT.isdisjoint(names_in(function.__code__)):
-            constants = (one for code in codes_in(function.__code__) for one in code.co_consts)
-            self._environment |= {one for one in constants if isinstance(one, str) and one.isidentifier()}
+        self._environment |= {*named_in_environment(function)}
 
     def _note_class(self, kind: type) -> None:
         is_new = kind not in self._kinds

@@ -10,11 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from multiprocessing.sharedctypes import SynchronizedBase
-from operator import is_
 from typing import Any
-
-import numpy as np
-import torch
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import SHARED, changed_names, shared_numbers
@@ -23,10 +19,9 @@ from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_us
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import (
-    GROWING,
+    HeldValues,
     attributes_in,
     digests_of,
-    names_told,
     parts_of,
     values_in,
 )
@@ -35,12 +30,6 @@ from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_nodes.own_state import has_state
 
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
-# Datasets in a dataset that are looked at, and attributes of each: others take too long for every batch.
-_MOST_DATASETS, _MOST_ATTRIBUTES = 8, 64
-_MISSING = object()
-_CHANGED_IN_PLACE = (*GROWING, np.ndarray, torch.Tensor)
-# Items up to which what objects hold is looked at.
-_MOST_ITEMS = 2**13
 # Lightning reads the first batch before it builds loaders of validation.
 _LOOKS_AT = 2
 # By their ids: the iterable datasets of loaders of validation.
@@ -273,10 +262,8 @@ class SetBetweenPasses:
 class SetWithinPass:
     """Compares what a dataset holds behind each batch with what it holds before the next is read.
 
-    What differs was set by something else, such as a hook. Of attributes that are objects it is seen when another
-    object is set, and when a list, set or dict grows or shrinks; when the same one is changed otherwise, it is seen
-    behind the first two batches alone, before which a resume knows no state of the dataset's own. What ``set_epoch``
-    sets is left out.
+    What differs was set by something else, such as a hook; see :class:`HeldValues`. Changes within long lists and large
+    arrays are seen behind the first two batches alone, before which a resume knows no state of the dataset's own.
 
     Args:
         dataset: The dataset, which is read in this process.
@@ -289,12 +276,8 @@ class SetWithinPass:
 
     def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
         self._dataset, self._built = dataset, built
-        self._holders: list[Any] = []
-        # The attributes behind the latest batch; None before the first one.
-        self._left: list[dict[str, Any]] | None = None
-        self._sizes: list[dict[str, str]] = []
-        # What objects hold behind one of the first batches, and how many batches were read.
-        self._contents: dict[str, str] = {}
+        # What it held behind the latest batch of a pass; None between passes.
+        self._left: HeldValues | None = None
         self._num_read = 0
         # By name, the epoch and the number of batches of it that had been read.
         self._set: dict[str, tuple[int, int]] = {}
@@ -330,8 +313,6 @@ class SetWithinPass:
 
     def note_begin(self) -> None:
         """A pass is about to begin, or to go on at a state."""
-        parts = [part for part in parts_of(self._dataset) if hasattr(part, "__dict__") and names_told(part) is not None]
-        self._holders = [part for part in parts if len(vars(part)) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
         self._left, self._num_read = None, 0
         self._before = digests_of(self._dataset, self._expected.get("within", ()))
 
@@ -357,19 +338,9 @@ class SetWithinPass:
         self._note_held()
 
     def _note_held(self) -> None:
-        self._left = [dict(vars(part)) for part in self._holders]
-        self._sizes, self._contents = list(map(_sizes_in, self._holders)), self._contents_now()
-
-    def _contents_now(self) -> dict[str, str]:
-        """Digests of what objects in attributes hold, behind one of the first batches; of large ones none."""
-        if self._num_read > _LOOKS_AT or not has_state(self._dataset):
-            return {}
-        return {
-            f"{type(part).__qualname__}.{name}": digest_of_contents([value])
-            for part in self._holders
-            for name, value in vars(part).items()
-            if type(value) in _CHANGED_IN_PLACE and _size_of(value) <= _MOST_ITEMS
-        }
+        self._left = HeldValues(self._dataset) if self._left is None else self._left
+        # Before the first batches a resume knows no state of the dataset's own.
+        self._left.note(in_long=self._num_read <= _LOOKS_AT and has_state(self._dataset))
 
     def note_end(self) -> None:
         """A pass has ended: what is set from here on is set between two passes."""
@@ -377,13 +348,7 @@ class SetWithinPass:
 
     def note_outside(self) -> None:
         """The next batch is about to be read, or a state is taken: whatever has changed was set by something else."""
-        left = self._left
-        is_same = left is None or all(
-            len(before) == len(of) and all(map(is_, before.values(), of.values()))
-            for before, of in zip(left, map(vars, self._holders), strict=True)
-        )
-        is_same = is_same and self._sizes == list(map(_sizes_in, self._holders))
-        if left is None or (is_same and self._contents == self._contents_now()):
+        if self._left is None or self._left.is_same():
             return
         self._set |= dict.fromkeys(self.changed(), self._at)
         self._note_held()
@@ -405,18 +370,7 @@ class SetWithinPass:
 
     def changed(self) -> set[str]:
         """The attributes that are not as they were behind the latest batch of a pass; none if that has ended."""
-        changed: set[str] = set()
-        for before, part in zip(self._left or (), self._holders, strict=False):
-            kind, of = type(part).__qualname__, vars(part)
-            for name in {**before, **of}.keys() - (names_told(part) or ()):
-                old, new = before.get(name, _MISSING), of.get(name, _MISSING)
-                is_same = old is new or (type(old) is type(new) and type(new) in PLAIN and old == new)
-                changed |= set() if is_same else {f"{kind}.{name}"}
-        for sizes, part in zip(self._sizes if self._left else (), self._holders, strict=False):
-            names = changed_names(sizes, _sizes_in(part)) - {*(names_told(part) or ())}
-            changed |= {f"{type(part).__qualname__}.{name}" for name in names}
-        told = {f"{type(part).__qualname__}.{name}" for part in self._holders for name in names_told(part) or ()}
-        return changed | (changed_names(self._contents, self._contents_now()) - told if self._left else set())
+        return set() if self._left is None else self._left.changed()
 
     def _compare(self) -> None:
         """Warn of what is another than in the run that wrote the checkpoint."""
@@ -451,15 +405,6 @@ class SetWithinPass:
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
             )
-
-
-def _size_of(value: Any) -> int:
-    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in GROWING else value.numel()
-
-
-def _sizes_in(part: Any) -> dict[str, str]:
-    """How long lists, sets and dicts are that an object holds."""
-    return {name: str(len(value)) for name, value in vars(part).items() if type(value) in GROWING}
 
 
 def _shared_in(dataset: Any) -> Iterator[tuple[str, Any]]:

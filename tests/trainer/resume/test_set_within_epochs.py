@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -38,6 +41,70 @@ class Scaled(IterableDataset[Any]):
 class WithLength(Scaled):
     def __len__(self) -> int:
         return 2 * BATCHES
+
+
+CONFIG = {"level": 0.0}
+LEVELS = [0.0]
+ARRAY = np.zeros(3)
+
+
+class InDict(WithLength):
+    """Reads its level from a dict of its module, as others below from elsewhere outside of it."""
+
+    @property
+    def level(self) -> float:
+        return CONFIG["level"]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        CONFIG["level"] = level
+
+
+class InList(WithLength):
+    """From a list, to which hooks add levels."""
+
+    @property
+    def level(self) -> float:
+        return LEVELS[-1]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        LEVELS[1:] = [level] if level else []
+
+
+class InArray(WithLength):
+    @property
+    def level(self) -> float:
+        return float(ARRAY[1])
+
+    @level.setter
+    def level(self, level: float) -> None:
+        ARRAY[1] = level
+
+
+class OfClass(WithLength):
+    levels: ClassVar[deque[float]] = deque([0.0], maxlen=1)
+
+    @property
+    def level(self) -> float:
+        return self.levels[0]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.levels.append(level)
+
+
+class InEnvironment(WithLength):
+    @property
+    def level(self) -> float:
+        return float(os.environ.get("DATA_LEVEL") or 0)
+
+    @level.setter
+    def level(self, level: float) -> None:
+        os.environ["DATA_LEVEL"] = str(level)
+
+
+OUTSIDE = [InDict, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (InList, InArray, OfClass, InEnvironment))]
 
 
 class GivesBatches:
@@ -113,6 +180,20 @@ def test_what_a_hook_sets_within_an_epoch_is_never_missed_in_silence(
     else:
         assert bool(said) == (step >= 5)
         assert not said or "given" not in said[0]
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+@pytest.mark.parametrize("step", [4, 6, BATCHES + 2])
+@pytest.mark.parametrize("restores", [False, True])
+def test_neither_is_what_it_sets_outside_of_the_dataset(tmp_path: Path, kind: Any, step: int, restores: bool) -> None:
+    kind().level = 0.0
+    whole, said = fit(kind, tmp_path)
+    assert not said
+    assert [batch[0] >= 200 for batch in whole[4:6]] == [False, True]
+    kind().level = 0.0
+    resumed, said = fit(kind, tmp_path, step, restores=restores)
+    assert (resumed != whole[step:]) == any("was set within the epoch in the run" in one for one in said), said
+    assert restores or step < 5 or said
 
 
 def test_nothing_is_kept_of_what_the_dataset_changes_itself(tmp_path: Path) -> None:
