@@ -1,12 +1,16 @@
-"""A user's DataLoader: its copy, its pickle, and the class that a patched one has."""
+"""A user's DataLoader: its copy, the attributes of both, its pickle, and the class that a patched one has."""
 
 from __future__ import annotations
 
 import copy
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_stateful.errors import UnsupportedLoaderError
 
 
 def copied(loader: Any) -> Any:
@@ -14,6 +18,52 @@ def copied(loader: Any) -> Any:
     made = copy.copy(loader)
     vars(made).pop("__pl_attrs_record", None)
     return made
+
+
+# Attributes of torch's loaders, and one that is set here.
+TORCHS = frozenset({*vars(DataLoader([])), "_get_iterator", "_iterator"})  # type: ignore[arg-type]  # a list is a dataset
+
+
+class SharedAttributes:
+    """Keeps the attributes of a user's loader, and those of the copy that is read in its place, the same.
+
+    Hooks set them on the user's object, and its ``__iter__`` on the copy. A block in which the latter runs begins with
+    those of the user's object, and hands on what it sets. Torch's own attributes are left alone.
+
+    Args:
+        users: The user's loader, or an object that holds one.
+        copied: The copy, which has the attributes as they were.
+        left_out: Names of further attributes to leave alone.
+    """
+
+    def __init__(self, users: Any, copied: Any, *left_out: str) -> None:
+        self._users, self._copied = getattr(users, "__dict__", {}), getattr(copied, "__dict__", {})
+        self._left_out = {*left_out, "__pl_attrs_record", *(TORCHS if isinstance(users, DataLoader) else ())}
+        self._same = dict(self._copied)
+
+    def to_copy(self) -> None:
+        """Hand on to the copy what was set on the user's object."""
+        self._hand_on(self._users, self._copied)
+
+    __enter__ = to_copy
+
+    def __exit__(self, *error: object) -> None:
+        self._hand_on(self._copied, self._users)
+
+    def _hand_on(self, of: dict[str, Any], to: dict[str, Any]) -> None:
+        # A copy: a thread of the loader's may set attributes.
+        now = dict(of)
+        for name in now.keys() | self._same.keys():
+            if now.get(name, _MISSING) is self._same.get(name, _MISSING) or name in self._left_out:
+                continue
+            for held in (to, self._same):
+                if name in now:
+                    held[name] = now[name]
+                else:
+                    held.pop(name, None)
+
+
+_MISSING = object()
 
 
 def is_torchdatas(value: object) -> bool:
@@ -25,6 +75,12 @@ def iterates_as_torch(loader: DataLoader[Any]) -> bool:
     """Whether a loader's class leaves iteration to torch, so that nothing but torch sees its batches on their way."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def users_loader(patched: Any) -> Any:
+    """The user's loader that a patched one was made of, or a copy where others than Lightning iterate it."""
+    own = vars(patched)
+    return own["_original"] if own.get("_users") is None else own["_users"]
 
 
 class Pickled:
@@ -42,6 +98,8 @@ class Pickled:
             state |= {"_reader": None, "_original": copied(state["_original"])}
             vars(state["_original"]).update(_iterator=None, generator=None)
             vars(state["_original"]).pop("_get_iterator", None)
+        # It is not read in another process.
+        state |= {"_users": None} if "_users" in state else {}
         return _blank, getattr(type(self), "_made_of", (type(self), type(self))), state
 
 
@@ -79,7 +137,7 @@ def _of_original(name: str) -> Any:
 
     def read(self: Any) -> Any:
         own = vars(self)
-        return own[name] if name in own else getattr(own["_original"], name)
+        return own[name] if name in own else getattr(users_loader(self), name)
 
     def write(self: Any, value: Any) -> None:
         # Names that ours sets while it is built, such as seed and path, are its own.
@@ -87,6 +145,73 @@ def _of_original(name: str) -> Any:
         if name in own or own.get("_original") is None:
             own[name] = value
         else:
-            setattr(own["_original"], name, value)
+            setattr(users_loader(self), name, value)
 
     return property(read, write)
+
+
+def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:
+    """A copy of an object that holds a DataLoader, with another one in its place."""
+    made = _shallow_copy(iterable)
+    object.__setattr__(made, name, loader)
+    return made
+
+
+def _shallow_copy(value: Any) -> Any:
+    """Copy an object, also one whose ``__getattr__`` reads an attribute that the copy has yet to get."""
+    kind = type(value)
+    if hasattr(kind, "__copy__") or any("__slots__" in vars(one) for one in kind.__mro__):
+        return copy.copy(value)
+    made = object.__new__(kind)
+    vars(made).update(vars(value))
+    return made
+
+
+def without_repeats(loader: Any) -> Any:
+    """A plain DataLoader in place of one that never ends its workers, as timm's and ultralytics' do.
+
+    These wrap their batch sampler in one that repeats it for ever, and give ``len()`` batches an epoch of an iterator
+    that they keep. That is proven on a copy; then torch's persistent workers do the same.
+
+    Raises:
+        UnsupportedLoaderError: The loader keeps an iterator, and it is not proven what it gives.
+    """
+    held = vars(loader) if isinstance(loader, DataLoader) else {}
+    kept = [name for name, value in held.items() if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
+    if not kept:
+        return loader
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    repeated = held[name]
+    if len(kept) > 1 or not (_repeats(repeated) and _gives_len_each(loader, kept[0], name)):
+        raise UnsupportedLoaderError(
+            f"{type(loader).__qualname__} keeps an iterator of torch's under {', '.join(kept)}, and it could not be "
+            "shown that an epoch is len() batches of it, of a sampler that is repeated for ever. Pass a DataLoader "
+            "with persistent_workers=True, which keeps its workers too."
+        )
+    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+    vars(plain).update({key: value for key, value in held.items() if key not in kept}, _iterator=None)
+    vars(plain).update({name: repeated.sampler, "persistent_workers": loader.num_workers > 0})
+    return plain
+
+
+def _repeats(sampler: Any) -> bool:
+    """Whether a sampler yields what its ``sampler`` does, over and over, as a copy of it with another one shows."""
+    try:
+        probe = copy.copy(sampler)
+        probe.sampler = [3, 1, 2]
+        return list(islice(iter(probe), 8)) == [3, 1, 2, 3, 1, 2, 3, 1]
+    except Exception:
+        return False
+
+
+def _gives_len_each(loader: Any, kept: str, name: str) -> bool:
+    """Whether a pass over a loader gives ``len()`` items of the iterator it keeps, as a copy of it shows."""
+    try:
+        probe, repeated = copy.copy(loader), copy.copy(vars(loader)[name])
+        repeated.sampler = [0, 0, 0]
+        vars(probe).update({kept: iter(range(9)), name: repeated})
+        if name == "sampler":
+            vars(probe)["batch_sampler"] = None
+        return [list(probe), list(probe)] == [[0, 1, 2], [3, 4, 5]]
+    except Exception:
+        return False

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import count
 from operator import getitem
@@ -24,7 +24,7 @@ from lightning_stateful.errors import StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.generators.rng import IsolatedReads, keep_randomness, seed_randomness
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
-from lightning_stateful.loaders.own_iteration import OwnPlan, Watch, loader_within
+from lightning_stateful.loaders.own_iteration import OwnPlan, Watch
 from lightning_stateful.loaders.planned_batches import (
     ChosenBatch,
     OwnPasses,
@@ -33,7 +33,7 @@ from lightning_stateful.loaders.planned_batches import (
     ShownSampler,
     users_sampler,
 )
-from lightning_stateful.user_loaders import is_torchdatas, iterates_as_torch
+from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
 
 # Attributes of a DataLoader that say what it reads, and not how.
 _WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}
@@ -155,6 +155,7 @@ class BatchReader:
         holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
         watches_collate: Warn of a ``collate_fn`` that carries something over from batch to batch.
         passes: Plans what an ``__iter__`` of the user's reads; None for loaders without.
+        users: The user's object that would be iterated without this package; None where another one would be.
 
     Attributes:
         indices: The indices of the batch that was given last, where they are kept; None where the user's ``__iter__``
@@ -173,6 +174,7 @@ class BatchReader:
         holder: tuple[Any, str] | None = None,
         watches_collate: bool = False,
         passes: OwnPasses | None = None,
+        users: Any = None,
     ) -> None:
         self.options = options
         self._dataset = dataset
@@ -188,7 +190,7 @@ class BatchReader:
         is_repeatable = seed is None or not any(is_used for *_, is_used in moved_for_good(dataset))
         roots = {"dataset": dataset, "collate_fn": options.get("collate_fn"), "worker_init_fn": begin}
         self._held = HeldGenerators(is_repeatable=is_repeatable, **roots)
-        users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
+        of_users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
             # torchdata's would keep a state of its own.
             original = DataLoader.__new__(DataLoader)
@@ -204,9 +206,12 @@ class BatchReader:
         )
         self._watch, self._has_warned = watch, False
         if passes is not None and type(original)._get_iterator is DataLoader._get_iterator:
-            shown = _shown_samplers(users, batches, cuts_samples=passes.cuts_samples)
+            shown = _shown_samplers(of_users, batches, cuts_samples=passes.cuts_samples)
             vars(original).update(shown, _get_iterator=partial(_begun, weakref.ref(original), sampler, watch))
         self._given_by = original if holder is None else loader_within(*holder, original)
+        is_plain = users is None or type(users) is DataLoader
+        # Around what runs code of the user's loader.
+        self._sharing: Any = nullcontext() if is_plain else SharedAttributes(users, self._given_by, *(holder or ())[1:])
 
     def keep_indices(self) -> None:
         """From the next pass on keep the indices of the batch that was given last in :attr:`indices`."""
@@ -252,7 +257,8 @@ class BatchReader:
         before = vars(batches).copy()
         batches.plan, batches.first_step = plan, 0
         try:
-            return len(self._given_by)
+            with self._sharing:
+                return len(self._given_by)
         except (TypeError, NotImplementedError):
             return UNKNOWN
         finally:
@@ -309,8 +315,10 @@ class BatchReader:
             holders = (self._given_by, *([loader] if self._given_by is not loader else []))
             is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
             of_others = None if batches.seed is None else derive_seed("beside", batches.seed, plan.epoch)
-            self._watch.begin(plan.epoch, holders, is_rest=is_rest, seed=of_others)
-        fetch = self._fetch_from(iter(self._given_by))
+            share = self._sharing.to_copy if isinstance(self._sharing, SharedAttributes) else None
+            self._watch.begin(plan.epoch, holders, is_rest=is_rest, seed=of_others, share=share)
+        with self._sharing:
+            fetch = self._fetch_from(iter(self._given_by))
         if is_own and batches.seed is not None:
             seed = derive_seed("iteration", batches.seed, plan.epoch)
             fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
@@ -360,10 +368,16 @@ class BatchReader:
             if looks_ahead and step == plan.num_steps:
                 # What it does after its last batch is part of it.
                 following = take()
+                if self._watch is not None:
+                    self._watch.note_own()
                 if following is not end and isinstance(plan, OwnPlan):
                     plan.num_steps = UNKNOWN
             yield batch
+            if self._watch is not None and following is None:
+                self._watch.note_outside()
             batch = take() if following is None else following
+        if self._watch is not None:
+            self._watch.note_own()
         if isinstance(plan, OwnPlan):
             plan.num_steps = step
 
@@ -397,7 +411,8 @@ class BatchReader:
         def fetch() -> Any:
             number = getattr(iterator, "_rcvd_idx", None)
             try:
-                return next(iterator)
+                with self._sharing:
+                    return next(iterator)
             except Exception as error:
                 # torch counts a batch as received before it raises the error of its dataset; not where workers died.
                 is_over = isinstance(error, StopIteration) or error is self._batches.error

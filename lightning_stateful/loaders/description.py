@@ -250,6 +250,34 @@ def changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config
     return {**changed_content(dataset, config, lists), **of_sampler}
 
 
+def refuse_other_length(dataset: Any, length: int | None) -> None:
+    """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown.
+
+    Args:
+        dataset: The dataset.
+        length: The samples that it had then; None where its length does not matter.
+
+    Raises:
+        ConfigurationError: It has fewer.
+    """
+    if length is None or len(dataset) == length:
+        return
+    changed = (
+        f"The {type(dataset).__qualname__} had {length} samples when its loader was built, and has {len(dataset)} now"
+    )
+    remedy = "Build the loader anew when the data change: Trainer(reload_dataloaders_every_n_epochs=1)."
+    if len(dataset) < length:
+        raise ConfigurationError(f"{changed}: some that are still to be served are not there any more. {remedy}")
+    warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=4)
+
+
+def changed_in_state(order: BatchOrder, *described: Any) -> dict[str, Any]:
+    """Changes as :func:`changed_since` has them, for a state that is taken."""
+    if isinstance(order, WrappedSampler):
+        order.memory.note_state()
+    return changed_since(order, *described)
+
+
 def warn_unless_restored(
     order: BatchOrder,
     dataset: Any,

@@ -8,15 +8,14 @@ too: what it keeps from epoch to epoch a new loader has not, and a resume there 
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -31,18 +30,18 @@ from lightning_stateful.errors import (
     Difference,
     StatefulWarning,
     StateMismatchError,
-    UnsupportedLoaderError,
 )
 from lightning_stateful.generators.attributes import named_outside
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.loaders.loaders_beside import LoadersBeside
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents, shown
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.shapes import COUNT, DAMAGED, RANKS, check_shape
+from lightning_stateful.user_loaders import TORCHS
 
-# Attributes of torch's loaders, and one that is set here.
-_TORCHS = {*vars(DataLoader([])), "_get_iterator", "_iterator"}  # type: ignore[arg-type]  # a list is a dataset
-_GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str]}
+_SET = {"within": {str: str}, "ahead": [str]}
+_GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str], "set?": _SET}
 _REMEDY = "Put it back, or resume from a checkpoint of the end of an epoch."
 
 
@@ -58,6 +57,8 @@ class Watch:
         reads_by_hand: Whether a sampler was iterated by hand.
         asks_length: Whether the number of batches was asked for while they were read. It is that of the whole epoch.
         kept: Attributes that a pass began with otherwise than the first one, in this run or before a resume.
+        set_by_others: Attributes that something else than its iteration has set since its first batch, as a hook does:
+            by name, the epoch and the number of batches of it that had been given.
     """
 
     asks_length: bool
@@ -73,8 +74,12 @@ class Watch:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
         self.kept: set[str] = set()
+        self.set_by_others: dict[str, tuple[int, int]] = {}
+        # What a checkpoint has of such, until the first batch is asked for.
+        self._expected: dict[str, Any] = {}
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
+        self._share: Callable[[], None] = _nothing
         self._beside: LoadersBeside | None = None
         # The digests of attributes before the first pass, as it read its first batch, and after the latest batch.
         self._before = self._first = self._latest = dict[str, str]()
@@ -82,10 +87,16 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
-        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque()}
+        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque(), "_share": _nothing}
 
     def begin(
-        self, epoch: int = 0, holders: tuple[Any, ...] = (), *, is_rest: bool = False, seed: int | None = None
+        self,
+        epoch: int = 0,
+        holders: tuple[Any, ...] = (),
+        *,
+        is_rest: bool = False,
+        seed: int | None = None,
+        share: Callable[[], None] | None = None,
     ) -> None:
         """A pass begins, over a loader or an object that holds it, and the loader.
 
@@ -94,12 +105,14 @@ class Watch:
             holders: What is iterated, and the loader in it.
             is_rest: Whether DataLoader reads the rest of the epoch alone.
             seed: Seeds what other loaders draw that it reads beside; None to leave their generators alone.
+            share: Hands on to what is iterated what hooks have set on the user's object.
         """
         self.num_read = self.num_given = 0
         self._is_rest = is_rest
         # Batches that were read and not given yet, with what they held.
         self._ahead: deque[tuple[Any, list[Any]]] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
+        self._share = share or _nothing
         self._thread = threading.get_ident()
         if holders:
             self._num_passes += 1
@@ -113,6 +126,7 @@ class Watch:
         """Something is read or given: by the first of a pass, what is set anew for each pass is set."""
         if not self._has_asked and self._holders:
             self._has_asked, found = True, self._found_at_pass()
+            self._compare_set()
             if self._num_passes == 1:
                 self._first = found
             else:
@@ -152,9 +166,12 @@ class Watch:
         # One that has read none of DataLoader's.
         self.note_ask()
         self.num_given += 1
-        if not self.changes:
-            found = digests_of_attributes(self._holders)
-            self.changes, self._latest = self.num_given > 1 and found != self._latest, found
+        found = digests_of_attributes(self._holders)
+        own = changed_names(self._latest, found) if self.num_given > 1 else set[str]()
+        self.changes = self.changes or bool(own)
+        # What its own iteration changes too is no setting of somebody else's.
+        self.set_by_others = {name: at for name, at in self.set_by_others.items() if name not in own}
+        self._latest = found
         if self.differs:
             return
         read, held = self._ahead.popleft() if self._ahead else (None, [])
@@ -162,6 +179,65 @@ class Watch:
             self.note_other()
         elif self.num_given > 1:
             self.is_known = True
+
+    def note_outside(self) -> None:
+        """The next batch is about to be asked for, or a state is taken: what has changed was set by something else."""
+        if self.num_given and not self.reads_in_thread:
+            self._share()
+            found = digests_of_attributes(self._holders)
+            self.set_by_others |= dict.fromkeys(changed_names(self._latest, found), (self._epoch, self.num_given))
+            self._latest = found
+
+    def set_at(self, epoch: int, num_given: int) -> dict[str, Any]:
+        """What a state has of attributes that something else has set; empty if there are none.
+
+        Args:
+            epoch: Its epoch.
+            num_given: Batches of the epoch that were trained on: one that was given since was read before the latest.
+        """
+        if self._expected:
+            return self._expected
+        self.note_outside()
+        ahead = sorted(name for name, (of, given) in self.set_by_others.items() if of == epoch and given > num_given)
+        return {"within": self._digests(self.set_by_others), "ahead": ahead} if self.set_by_others else {}
+
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Compare with what a checkpoint has of such attributes when the first batch is asked for."""
+        self._expected = dict(saved)
+        self.set_by_others = dict.fromkeys(saved.get("within", ()), (-1, 0))
+
+    def _compare_set(self) -> None:
+        expected, self._expected = self._expected, {}
+        within, kind = expected.get("within", {}), type(self._holders[0]).__qualname__
+        now = self._digests(within)
+        lost = sorted(name for name, held in within.items() if held and now[name] != held)
+        if lost or expected.get("ahead"):
+            said = (
+                "by something else than the loader's own iteration, and is another here: the resume is not exact. Set "
+                "the same again before the first batch, as in load_state_dict of a callback."
+                if lost
+                else "after the batch had been read that comes first here, as a loader without a length is read one "
+                "batch ahead: the resume is not exact in that batch. Set it between two epochs, or give the loader a "
+                "__len__."
+            )
+            names = ", ".join(f"{kind}.{name}" for name in lost or expected["ahead"])
+            warnings.warn(
+                f"{names} was set in the run that wrote the checkpoint, {said}", StatefulWarning, stacklevel=3
+            )
+
+    def _digests(self, names: Collection[str]) -> dict[str, str]:
+        found = dict.fromkeys(sorted(names), "")
+        for number, holder in enumerate(self._holders):
+            held = {(f"{type(holder).__qualname__}.{name}" if number else name): name for name in vars(holder)}
+            for name in names & held.keys():
+                with suppress(Exception):
+                    # What cannot be read, such as an object of an installed package, is left alone.
+                    found[name] = digest(vars(holder)[held[name]])
+        return found
+
+    def note_own(self) -> None:
+        """Its iteration has gone on without giving a batch."""
+        self._latest = digests_of_attributes(self._holders)
 
     def note_other(self) -> None:
         """The loader gives other batches than those that DataLoader reads for it, one after the other."""
@@ -201,6 +277,10 @@ class Watch:
         self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
             self._ahead.append((batch, values_in(batch)))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _next_counted(reference: Any, watch: Watch) -> Any:
@@ -277,7 +357,12 @@ class OwnPlan:
         elif self.is_reread_at(steps):
             skipped, read = self.skipped + steps, 0
         progress = self.plan.progress_after(read)
-        given = {**self._given_on, "batches": skipped, "kept": self._watch.kept_at(self.epoch, is_end=is_end)}
+        given: dict[str, Any] = {
+            **self._given_on,
+            "batches": skipped,
+            "kept": self._watch.kept_at(self.epoch, is_end=is_end),
+        }
+        given |= {"set": found} if (found := self._watch.set_at(self.epoch, self.skipped + steps)) else {}
         return replace(progress, details={**progress.details, "given": given})
 
     def report_after(self, steps: int) -> dict[str, Any]:
@@ -341,6 +426,7 @@ class OwnTracker(Tracker):
             raise StateMismatchError([replace(one, remedy=_REMEDY) for one in changed], where=where)
         if kept := given.get("kept"):
             self._refuse_kept(kept, where)
+        self.watch.expect({} if "iteration" in self.accept else given.get("set", {}))
         return super().progress_in(state, where=where)
 
     def _refuse_kept(self, kept: list[str], where: str) -> None:
@@ -369,7 +455,7 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
     for number, holder in enumerate(holders):
         # A list: the loader may be read in a thread.
         for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
-            is_torchs = isinstance(holder, DataLoader) and (name in _TORCHS or name.startswith("_DataLoader__"))
+            is_torchs = isinstance(holder, DataLoader) and (name in TORCHS or name.startswith("_DataLoader__"))
             if is_torchs or any(value is one for one in holders) or name.startswith("__pl"):
                 continue
             if isinstance(value, _BaseDataLoaderIter) and hasattr(value._index_sampler, "plan"):
@@ -404,70 +490,3 @@ def held_loader(iterable: Any) -> str:
     loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
     begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
     return loaders[0] if len(loaders) == 1 and not begun else ""
-
-
-def loader_within(iterable: Any, name: str, loader: DataLoader[Any]) -> Any:
-    """A copy of an object that holds a DataLoader, with another one in its place."""
-    made = _shallow_copy(iterable)
-    object.__setattr__(made, name, loader)
-    return made
-
-
-def _shallow_copy(value: Any) -> Any:
-    """Copy an object, also one whose ``__getattr__`` reads an attribute that the copy has yet to get."""
-    kind = type(value)
-    if hasattr(kind, "__copy__") or any("__slots__" in vars(one) for one in kind.__mro__):
-        return copy.copy(value)
-    made = object.__new__(kind)
-    vars(made).update(vars(value))
-    return made
-
-
-def without_repeats(loader: Any) -> Any:
-    """A plain DataLoader in place of one that never ends its workers, as timm's and ultralytics' do.
-
-    These wrap their batch sampler in one that repeats it for ever, and give ``len()`` batches an epoch of an iterator
-    that they keep. That is proven on a copy; then torch's persistent workers do the same.
-
-    Raises:
-        UnsupportedLoaderError: The loader keeps an iterator, and it is not proven what it gives.
-    """
-    held = vars(loader) if isinstance(loader, DataLoader) else {}
-    kept = [name for name, value in held.items() if isinstance(value, _BaseDataLoaderIter) and name != "_iterator"]
-    if not kept:
-        return loader
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    repeated = held[name]
-    if len(kept) > 1 or not (_repeats(repeated) and _gives_len_each(loader, kept[0], name)):
-        raise UnsupportedLoaderError(
-            f"{type(loader).__qualname__} keeps an iterator of torch's under {', '.join(kept)}, and it could not be "
-            "shown that an epoch is len() batches of it, of a sampler that is repeated for ever. Pass a DataLoader "
-            "with persistent_workers=True, which keeps its workers too."
-        )
-    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
-    vars(plain).update({key: value for key, value in held.items() if key not in kept}, _iterator=None)
-    vars(plain).update({name: repeated.sampler, "persistent_workers": loader.num_workers > 0})
-    return plain
-
-
-def _repeats(sampler: Any) -> bool:
-    """Whether a sampler yields what its ``sampler`` does, over and over, as a copy of it with another one shows."""
-    try:
-        probe = copy.copy(sampler)
-        probe.sampler = [3, 1, 2]
-        return list(islice(iter(probe), 8)) == [3, 1, 2, 3, 1, 2, 3, 1]
-    except Exception:
-        return False
-
-
-def _gives_len_each(loader: Any, kept: str, name: str) -> bool:
-    """Whether a pass over a loader gives ``len()`` items of the iterator it keeps, as a copy of it shows."""
-    try:
-        probe, repeated = copy.copy(loader), copy.copy(vars(loader)[name])
-        repeated.sampler = [0, 0, 0]
-        vars(probe).update({kept: iter(range(9)), name: repeated})
-        if name == "sampler":
-            vars(probe)["batch_sampler"] = None
-        return [list(probe), list(probe)] == [[0, 1, 2], [3, 4, 5]]
-    except Exception:
-        return False

@@ -30,7 +30,7 @@ from lightning_stateful.loaders.description import (
     without_lightnings,
 )
 from lightning_stateful.loaders.loaders_beside import warn_of_held_loaders
-from lightning_stateful.loaders.own_iteration import held_loader, without_repeats
+from lightning_stateful.loaders.own_iteration import held_loader
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_generators, generators_in
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -42,7 +42,7 @@ from lightning_stateful.state import accepted_names, warning_of_unknown
 from lightning_stateful.stream_loader.loader import IterableLoader, StreamLoader, is_dealt_out, of_batches
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.streams.stream import as_stream
-from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch
+from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch, without_repeats
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
@@ -70,6 +70,7 @@ def build_patched(
     tail: Tail | None = None,
     accept: Collection[str] = (),
     keeps_last: bool = False,
+    stands_in: bool = True,
     where: str = "the loader",
 ) -> StatefulLoader | StreamLoader:
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
@@ -90,6 +91,7 @@ def build_patched(
         tail: As in :func:`patch_dataloader`.
         accept: Names of differences to let pass.
         keeps_last: Serve an incomplete last batch whatever ``drop_last`` says.
+        stands_in: Whether it is read in place of the user's object, which hooks know, and set attributes on.
         where: A name for the loader in errors.
 
     Raises:
@@ -135,7 +137,9 @@ def build_patched(
         # Not the constructor of a user's class, which may ask for anything.
         made = kind.__new__(kind)
         how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
-        made.set_up(loader, description, LoaderSettings(**how), holder)
+        # Where it deals samples out, Lightning builds a loader anew, and reads that.
+        is_read = stands_in and (holder is not None or own_rank is not None or num_replicas == 1)
+        made.set_up(loader, description, LoaderSettings(**how), holder, is_read=is_read)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
     except ConfigurationError as error:
@@ -247,6 +251,7 @@ def patch_dataloader(
         seed_samples=seed_samples,
         tail=tail,
         accept=accept,
+        stands_in=False,
     )
     patched.leave_out(skip)
     _say_if_drawn_alike(patched, seed, num_replicas)

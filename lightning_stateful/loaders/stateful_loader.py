@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any
@@ -14,14 +13,16 @@ from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progre
 from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
 from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.skip import Skip
-from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
 from lightning_stateful.loaders.description import (
     LoaderDescription,
     LoaderSettings,
+    changed_in_state,
     changed_since,
     describe_loader,
+    refuse_other_length,
     users_own,
     warn_unless_restored,
 )
@@ -34,7 +35,14 @@ from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.samplers.tracked_loader import TrackedLoader, say_begun_behind_end
 from lightning_stateful.samplers.tracker import Tracker, detect_topology
 from lightning_stateful.state import accepted_names, differences
-from lightning_stateful.user_loaders import Pickled, copied, is_torchdatas, iterates_as_torch
+from lightning_stateful.user_loaders import (
+    Pickled,
+    SharedAttributes,
+    copied,
+    is_torchdatas,
+    iterates_as_torch,
+    users_loader,
+)
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -149,6 +157,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         description: LoaderDescription,
         settings: LoaderSettings,
         holder: tuple[Any, str] | None = None,
+        *,
+        is_read: bool = False,
     ) -> None:
         """Construct the loader from another one, with its dataset, options and attributes.
 
@@ -157,6 +167,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             description: Its order.
             settings: How that is served.
             holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
+            is_read: Whether the user's own object would be read without this package, so that what is set on it later
+                comes into force.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
@@ -192,7 +204,12 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 self.tracker.skipping = loader.tracker.skipping.fresh()
             # What a subclass of StatefulLoader has beside.
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
+        users = users_loader(loader) if isinstance(loader, StatefulLoader) else original
+        users = users if self._holder is None else self._holder[0]
+        self._users: Any = users if is_read else None
         self._original: DataLoader[Any] = copied(original)
+        if self._holder is None:
+            SharedAttributes(users, self._original).to_copy()
 
     def _track(self, order: BatchOrder, accept: Iterable[str], original: DataLoader[Any]) -> None:
         """Make the tracker of an order, and the samplers that yield the indices which it hands over."""
@@ -207,7 +224,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         )
         # The lists of the dataset, as they were seen last.
         self._lists: dict[str, Any] = {}
-        self.tracker.changed = partial(_changed_in_state, order, self.dataset, self._lists)
+        self.tracker.changed = partial(changed_in_state, order, self.dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
             self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
             self.tracker.batch_size = description.batch_size
@@ -326,7 +343,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 caller seeds them then anyway.
             looks_ahead: As in :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
         """
-        self._refuse_other_length()
+        refuse_other_length(self.dataset, self._length)
         if first_step >= plan.num_steps:
             return iter(())
         if self._told is not None:
@@ -363,6 +380,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
+            how |= {"users": self._users}
             self._reader = BatchReader(self.dataset, seed, options, **how, passes=self._passes)
         if self._keeps_indices:
             self._reader.keep_indices()
@@ -412,46 +430,25 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if self._reader is not None:
             self._reader.loader._iterator = iterator
 
-    def _refuse_other_length(self) -> None:
-        """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown."""
-        dataset: Any = self.dataset
-        if self._length is None or len(dataset) == self._length:
-            return
-        changed = (
-            f"The {type(dataset).__qualname__} had {self._length} samples when its loader was built, and has "
-            f"{len(dataset)} now"
-        )
-        remedy = "Build the loader anew when the data change: Trainer(reload_dataloaders_every_n_epochs=1)."
-        if len(dataset) < self._length:
-            raise ConfigurationError(f"{changed}: some that are still to be served are not there any more. {remedy}")
-        warnings.warn(f"{changed}. New ones are not served. {remedy}", StatefulWarning, stacklevel=3)
-
     def __getattr__(self, name: str) -> Any:
         original = vars(self).get("_original")
         if original is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        holder = vars(self).get("_holder")
-        return getattr(original if holder is None or not hasattr(holder[0], name) else holder[0], name)
+        users = users_loader(self)
+        return getattr(users if hasattr(users, name) else original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        original = vars(self).get("_original")
         # What this class knows nothing of belongs to the user's loader that it was made of.
-        is_users = original is not None and type(original) is not DataLoader
+        users = users_loader(self) if "_original" in vars(self) else None
+        is_users = users is not None and type(users) is not DataLoader
         if is_users and name not in vars(self) and not hasattr(StatefulLoader, name):
-            setattr(original, name, value)
+            setattr(users, name, value)
         else:
             super().__setattr__(name, value)
 
 
 def _num_replicas(loader: StatefulLoader) -> int:
     return loader.topology.num_replicas
-
-
-def _changed_in_state(order: BatchOrder, *described: Any) -> dict[str, Any]:
-    """Changes as :func:`changed_since` has them, for a state that is taken."""
-    if isinstance(order, WrappedSampler):
-        order.memory.note_state()
-    return changed_since(order, *described)
 
 
 class _LoaderIterator:

@@ -308,6 +308,15 @@ class IterableLoader(StreamLoader):
             return getattr(iterable, name)
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        # What its constructor sets is its own.
+        is_known = "tracker" not in own or name in own or hasattr(type(self), name)
+        if is_known or not hasattr(self.iterable, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.iterable, name, value)
+
 
 class _Batches:
     """One pass over a loader, which goes on behind a batch that could not be read, as torch does.

@@ -14,18 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -46,13 +42,10 @@ from lightning_stateful.loops.lightning import (
 )
 from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
-from lightning_stateful.trainer.told_samplers import ToldSamplers
+from lightning_stateful.trainer.told_samplers import RECORDS, ToldSamplers, shown_in_place
 
 Request = Callable[[], Any]
 
-# Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
-# shuffles.
-_RECORDS = "__pl_saved_"
 # How a warning of Lightning's begins that is wrong of our loaders.
 _DOUBT = "Your `IterableDataset` has `__len__` defined"
 
@@ -251,31 +244,6 @@ def _end_workers(combined: CombinedLoader | None) -> None:
         proxy.end_workers()
 
 
-def _shown(loader: AnyLoader, original: Any, overfits: bool, is_dealt_out: bool) -> Any:
-    """The object whose ``sampler`` and ``batch_sampler`` a proxy shows.
-
-    It is the user's loader, or, where Lightning by itself would have replaced the sampler, an object with the one that
-    Lightning would have put there.
-    """
-    if not isinstance(original, DataLoader):
-        return original
-    topology, dataset = loader.topology, cast("Any", original.dataset)
-    plain = type(original.sampler) in (RandomSampler, SequentialSampler) and original.batch_size is not None
-    if overfits:
-        sampler: Any = SequentialSampler(dataset)
-    elif plain and (is_dealt_out or topology.num_replicas > 1):
-        sampler = DistributedSampler(
-            dataset, topology.num_replicas, topology.rank, shuffle=type(original.sampler) is RandomSampler
-        )
-    else:
-        return original
-    batches = None
-    if original.batch_sampler is not None:
-        batches = BatchSampler(sampler, original.batch_size or 1, original.drop_last)
-    shuffles = not overfits and type(original.sampler) is RandomSampler
-    return SimpleNamespace(sampler=sampler, batch_sampler=batches, **{f"{_RECORDS}kwargs": {"shuffle": shuffles}})
-
-
 def _arguments_of(shown: Any) -> dict[str, Any]:
     """The arguments of a user's loader, and of a batch sampler of torch's, that were read when it was patched."""
     if isinstance(shown, TrackedLoader):
@@ -348,7 +316,7 @@ class LoaderProxy:
     ) -> None:
         self.loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
         self.original = loader if original is None else getattr(original, "original", original)
-        self._shown = _shown(loader, self.original, overfits, is_dealt_out)
+        self._shown = shown_in_place(loader, self.original, overfits=overfits, is_dealt_out=is_dealt_out)
         self._given, self._told = _arguments_of(self._shown), ToldSamplers(getattr(loader, "order", None))
         self._locate, self._aside, self._after_read = locate, aside, after_read
         self._isolated, self._note, self.waited = isolated, note, 0.0
@@ -362,6 +330,7 @@ class LoaderProxy:
         if keeps_indices and loader.is_sized and loader.batch_sampler is not None:
             self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)  # type: ignore[arg-type]  # never None here
             vars(self.batch_sampler)["sampler"] = self._shown.sampler
+        self._is_made = True
 
     def changed_arguments(self) -> list[str]:
         """Arguments of the user's loader or its batch sampler that were set since the latest call, in vain."""
@@ -432,8 +401,16 @@ class LoaderProxy:
         # A loader whose length is not known has to say so itself.
         return self._length() if self._length is not None and self.loader.is_sized else len(self.loader)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a user's loader has of its own is set there, as hooks set it on ``trainer.train_dataloader``.
+        is_own = "_is_made" not in vars(self) or name in vars(self) or hasattr(LoaderProxy, name)
+        if is_own or type(self.original) is DataLoader or not hasattr(self.original, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
     def __getattr__(self, name: str) -> Any:
-        of_user = name in ("sampler", "batch_sampler") or name.startswith(_RECORDS)
+        of_user = name in ("sampler", "batch_sampler") or name.startswith(RECORDS)
         if "_shown" not in vars(self) or (name.startswith("__") and not of_user):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "sampler" and pl.__version__ < "2.6" and not _has_sampler(self._shown):  # type: ignore[attr-defined]  # not exported

@@ -1,15 +1,46 @@
-"""Lets a user's samplers draw by (seed, epoch) where Lightning tells them the epoch, as when they are iterated."""
+"""The samplers that Lightning and hooks find of a loader, which draw by (seed, epoch) where they are told the epoch."""
 
 from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Lightning's function that calls set_epoch of a loader's sampler, and of the sampler of its batch sampler.
 _TELLS = "_set_sampler_epoch"
+# Lightning keeps the arguments of a user's DataLoader(...) in attributes that begin so, and reads there whether it
+# shuffles.
+RECORDS = "__pl_saved_"
+
+
+def shown_in_place(loader: AnyLoader, original: Any, *, overfits: bool, is_dealt_out: bool) -> Any:
+    """The object whose ``sampler`` and ``batch_sampler`` a proxy shows.
+
+    It is the user's loader, or, where Lightning by itself would have replaced the sampler, an object with the one that
+    Lightning would have put there.
+    """
+    if not isinstance(original, DataLoader):
+        return original
+    topology, dataset = loader.topology, cast("Any", original.dataset)
+    plain = type(original.sampler) in (RandomSampler, SequentialSampler) and original.batch_size is not None
+    if overfits:
+        sampler: Any = SequentialSampler(dataset)
+    elif plain and (is_dealt_out or topology.num_replicas > 1):
+        sampler = DistributedSampler(
+            dataset, topology.num_replicas, topology.rank, shuffle=type(original.sampler) is RandomSampler
+        )
+    else:
+        return original
+    batches = None
+    if original.batch_sampler is not None:
+        batches = BatchSampler(sampler, original.batch_size or 1, original.drop_last)
+    shuffles = not overfits and type(original.sampler) is RandomSampler
+    return SimpleNamespace(sampler=sampler, batch_sampler=batches, **{f"{RECORDS}kwargs": {"shuffle": shuffles}})
 
 
 class ToldSamplers:
