@@ -393,19 +393,19 @@ _MOST_FOLLOWED = 256
 
 
 def named_outside(value: object) -> dict[str, Any]:
-    """Values outside of an object that the methods of its class name; see :func:`places_outside`."""
+    """Values outside of an object, or a function, that its code names; see :func:`places_outside`."""
     return {name: read() for name, read in places_outside(value).items()}
 
 
 def places_outside(value: object) -> dict[str, Callable[[], Any]]:
-    """What reads the values outside of an object that the methods of its class name, by names with module or class.
+    """What reads the values outside of an object that the methods of its class, or a function, name, by such names.
 
     These are attributes of its classes, global variables of their modules, variables of functions around them, default
     arguments, and variables of the environment.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's
     own. Of torch's and Lightning's classes nothing is looked at.
     """
-    left: list[Any] = list(type(value).__mro__)
+    left: list[Any] = [value] if isinstance(value, FunctionType) else list(type(value).__mro__)
     homes = set(map(package_of, left)) - _LIBRARIES
     found: dict[str, Callable[[], Any]] = {}
     seen: set[int] = set()
@@ -421,8 +421,8 @@ def places_outside(value: object) -> dict[str, Callable[[], Any]]:
             named = read()
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
-            elif (not callable(named) or is_users(type(named).__module__)) and not isinstance(named, ModuleType):
-                found[name] = read
+            elif isinstance(named, torch.nn.Module) or not callable(named) or is_users(type(named).__module__):
+                found |= {} if isinstance(named, ModuleType) else {name: read}
     return found
 
 

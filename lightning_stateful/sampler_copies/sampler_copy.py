@@ -57,10 +57,8 @@ _SHOWN = 1024
 # Containers of so many items are looked into for what they hold in turn.
 _MOST_NESTED = 64
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
-_SHARED = (
-    *(type, FunctionType, BuiltinFunctionType, ModuleType),
-    *(Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom),
-)
+_SHARED: tuple[Any, ...] = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_SHARED += (Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom)
 # Objects of these packages, a Trainer or a DataLoader among them, are none of a sampler's data.
 _LIBRARIES = LIGHTNINGS | {"torch"}
 
@@ -90,9 +88,8 @@ class SamplerParts:
         self.long: dict[Path, Any] = {}
         self._seen: set[int] = set(map(id, self.shared))
         self._look_at(sampler, (), is_held=False)
-        self.samplers: list[Any] = [part for part in self.found if part is not sampler and _is_sampler(part)] + [
-            sampler
-        ]
+        self.samplers: list[Any] = [part for part in self.found if part is not sampler and _is_sampler(part)]
+        self.samplers.append(sampler)
         self.dicts: list[dict[Any, Any]] = [part for part in self.found if type(part) is dict]
 
     def _look_at(self, value: Any, path: Path, in_data: bool = False, is_held: bool = True) -> None:
@@ -185,7 +182,7 @@ class SamplerCopy:
     """A deep copy of a sampler, by :func:`copy.deepcopy`.
 
     Shared with the original are datasets, modules, functions, iterators, arrays that are read-only or above 256 MB,
-    objects in lists of more than 1,024, and what cannot be copied.
+    objects in lists of more than 1,024, and what cannot be copied. One with a ``__del__`` in it is not copied.
 
     Args:
         sampler: The original, which stays as it is.
@@ -205,9 +202,14 @@ class SamplerCopy:
         self._memo: dict[int, Any] = {id(part): part for part in parts.shared}
         self.is_apart = not any(map(_moves, parts.shared))
         self.shares_unseen = any(map(_is_unseen, parts.shared))
+        self.sampler: Any = sampler
+        # What that does where a copy is dropped, such as removing a file, nobody undoes.
+        if any(hasattr(type(part), "__del__") and is_users(type(part).__module__) for part in parts.found):
+            self.is_apart = False
+            return
         for part in parts.found:
             self._copied(part)
-        self.sampler: Any = self._copied(sampler)
+        self.sampler = self._copied(sampler)
         self.is_apart = self.is_apart and (self.sampler is not sampler or type(sampler) in (*PLAIN, tuple))
 
     def _copied(self, value: Any) -> Any:

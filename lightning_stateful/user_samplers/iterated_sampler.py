@@ -446,7 +446,9 @@ def _is_told_another(holder: Any, before: dict[str, Any], now: dict[str, Any], e
     found = []
     with suppress(Exception), keep_randomness(), SharedObjects(holder):
         tried, other = SamplerCopy(holder).sampler, SamplerCopy(holder).sampler
-        for epoch in (0, 0, 1, *epochs) if tried is not holder else ():
+        if tried is holder:
+            return False
+        for epoch in (0, 0, 1, *epochs):
             tried.set_epoch(epoch)
             found.append(_held_by(tried))
         for epoch in (2, 1):

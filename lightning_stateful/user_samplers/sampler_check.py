@@ -23,12 +23,13 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     surroundings_of,
 )
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
-from lightning_stateful.sampler_copies.sampler_ranks import (
-    AskedRanks,
-    Setting,
-    tell,
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, tell
+from lightning_stateful.sampler_copies.shared_objects import (
+    SharedObjects,
+    changed_names,
+    said_of_changes,
+    surroundings_in_trial,
 )
-from lightning_stateful.sampler_copies.shared_objects import SharedObjects, changed_names, said_of_changes
 from lightning_stateful.samplers.fingerprint import digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
@@ -82,7 +83,7 @@ def _facts_of(
         return SamplerFacts(error=why, remembers=True, draws_in_len=True)
     facts, known = SamplerFacts(), dict[int, str]()
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
-    shared = surroundings_of(order.sampler, order.dataset, known)
+    shared = surroundings_in_trial(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     fresh = partial(fresh_copy, order, choose, asked)
@@ -107,7 +108,7 @@ def _facts_of(
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
-        shared = surroundings_of(order.sampler, order.dataset)
+        shared = surroundings_in_trial(order.sampler, order.dataset)
     if followed is None:
         return facts
     if not (facts.changes_in_len or _is_length_seen(order, tried.sampler)):
@@ -132,7 +133,7 @@ def _facts_of(
         tell(() if choose is None else choose(facts.fresh))
     facts.leads_back = _leads_back(fresh, followed)
     if is_changed or is_unseen or (order.has_set_epoch and trial.is_cheap):
-        shared = surroundings_of(order.sampler, order.dataset)
+        shared = surroundings_in_trial(order.sampler, order.dataset)
         trial.compare_copies()
         if is_unseen and "nondeterministic" not in order.accept and facts.apart_in == 0:
             raise UnsupportedLoaderError(order.name + _CHANGES_UNSEEN)
@@ -191,7 +192,7 @@ def _fills_cache(
     names = changed_names(order.sampler, order.dataset, before)
     if not names:
         return False
-    now = surroundings_of(order.sampler, order.dataset)
+    now = surroundings_in_trial(order.sampler, order.dataset)
     if why := facts.error or _reason_against_cache(order, facts, now, fresh):
         raise UnsupportedLoaderError(order.name + said_of_changes(names, why))
     return True
@@ -212,7 +213,7 @@ def _reason_against_cache(
             for epoch in range(2):
                 found, began = SamplerFacts(says=facts.says), time.perf_counter()
                 _Followed(order, tried, tried.begin(epoch, 0), found)
-                found.seconds, filled = time.perf_counter() - began, surroundings_of(order.sampler, order.dataset)
+                found.seconds, filled = time.perf_counter() - began, surroundings_in_trial(order.sampler, order.dataset)
                 if _differ_in_items(known.get(epoch, found), found):
                     return "then yields something else"
                 if filled != now and epoch in known:

@@ -211,7 +211,9 @@ class SamplerPass:
         """Whether something else than its iteration has changed the sampler's own state since that was noted last."""
         note = next((note for note in reversed(self._notes) if note[2] is not None), None)
         order = self._order
-        if note is None or not self.has_states or self.end is not None or order.facts.begins_in > _SLOW_TO_GO_ON:
+        if note is None or not self.has_states or self.end is not None:
+            return False
+        if order.facts.error or order.facts.begins_in > _SLOW_TO_GO_ON:
             return False
         with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True), keep_randomness():
             tried = copy_as_now(order, order.sampler)

@@ -6,7 +6,7 @@ import io
 import random
 import threading
 from collections import deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     held_at,
     surroundings_of,
 )
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 Point = namedtuple("Point", "x y")
 
@@ -199,3 +200,30 @@ def test_what_lightning_notes_of_a_sampler_is_no_part_of_it() -> None:
     vars(sampler).update({"__pl_saved_args": (generator,), "rng": generator})
 
     assert list(SamplerParts(sampler).generators) == [("rng",)]
+
+
+class RemovesFile(Sampler[int]):
+    """Reads its order from a file that ends with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_text("2 0 1")
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(map(int, self.path.read_text().split()))
+
+    def __del__(self) -> None:
+        self.path.unlink()
+
+
+def test_one_that_does_something_where_it_is_dropped_is_not_copied(tmp_path: Path) -> None:
+    sampler = RemovesFile(tmp_path / "order")
+    copied = SamplerCopy(sampler)
+    assert (copied.sampler, copied.is_apart) == (sampler, False)
+    facts = WrappedSampler(sampler).facts
+    assert "cannot be copied" in facts.error
+    del copied, facts
+    assert list(sampler) == [2, 0, 1]

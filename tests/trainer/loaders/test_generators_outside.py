@@ -255,6 +255,47 @@ def counts_in_object() -> Sampler[int]:
     return Counts()
 
 
+def embeds_in_train_mode() -> Sampler[int]:
+    class Embeds(Drawn):
+        network = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+
+        def __iter__(self) -> Iterator[int]:
+            self.network(torch.arange(float(LENGTH))[:, None])
+            return iter(range(LENGTH))
+
+    return Embeds()
+
+
+def counts_by_function() -> Sampler[int]:
+    network = torch.nn.Sequential()
+
+    def count() -> None:
+        network.passes = getattr(network, "passes", 0) + 1
+
+    class Counts(Drawn):
+        begin: Callable[[], None]
+
+        def __iter__(self) -> Iterator[int]:
+            self.begin()
+            return iter(range(LENGTH))
+
+    made = Counts()
+    made.begin = count
+    return made
+
+
+def trains() -> Sampler[int]:
+    class Trains(Drawn):
+        layer = torch.nn.Linear(1, 1)
+
+        def __iter__(self) -> Iterator[int]:
+            with torch.no_grad():
+                self.layer.weight += 1
+            return iter(range(LENGTH))
+
+    return Trains()
+
+
 def counts_by_iterator() -> Sampler[int]:
     passes = itertools.count()
 
@@ -274,10 +315,13 @@ def counts_by_iterator() -> Sampler[int]:
         (counts_in_default, r"changes `counts_in_default\..*Counts\.__iter__\.passes` while it is iterated"),
         (counts_in_nested_dict, r"changes `counts_in_nested_dict\..*Counts\.__iter__\.state` while it is iterated"),
         (counts_in_object, r"changes `test_generators_outside\.COUNTER` while it is iterated"),
+        (embeds_in_train_mode, r"changes `BatchNorm1d\.num_batches_tracked`, `BatchNorm1d\.running_mean`"),
+        (counts_by_function, r"changes `Sequential\.passes` while it is iterated"),
+        (trains, r"changes `Linear\.weight` while it is iterated"),
         (counts_by_iterator, r"yields something else whenever a copy"),
     ],
 )
-def test_a_sampler_that_counts_in_variables_of_a_function_is_refused_by_name(
+def test_a_sampler_that_changes_what_copies_share_with_it_is_refused_by_name(
     make: Callable[[], Sampler[int]], said: str
 ) -> None:
     with pytest.raises(UnsupportedLoaderError, match=said):

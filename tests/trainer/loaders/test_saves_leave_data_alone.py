@@ -117,6 +117,49 @@ class InClass(InDataset):
         InClass.losses[index] += 1 + index % 5
 
 
+class InAttribute(InDataset):
+    """Of a module, as the next ones, and as training counts there."""
+
+    def __init__(self, dataset: Numbers) -> None:
+        super().__init__(dataset)
+        self.module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+        self.module.latest = 0  # type: ignore[assignment]  # a plain attribute
+
+    def begin(self) -> None:
+        self.module.latest = 0  # type: ignore[assignment]
+
+    def hardest(self) -> list[int]:
+        return [int(self.module.latest)]
+
+    def note(self, index: int) -> None:
+        self.module.latest = index  # type: ignore[assignment]
+
+
+class InBuffer(InAttribute):
+    def begin(self) -> None:
+        self.module[0].running_mean.zero_()
+
+    def hardest(self) -> list[int]:
+        return [int(self.module[0].running_mean[0])]
+
+    def note(self, index: int) -> None:
+        self.module[0].running_mean[0] = index
+
+
+class ByFunction(InDataset):
+    """By a function that it is given, which clears a variable around it."""
+
+    def __init__(self, dataset: Numbers) -> None:
+        super().__init__(dataset)
+        hard: list[int] = []
+        self.hardest, self.note = lambda: hard[-8:], hard.append  # type: ignore[method-assign]
+
+        def begin() -> None:
+            hard.clear()
+
+        self.begin = begin  # type: ignore[method-assign]
+
+
 class Notes(pl.Callback):
     def __init__(self, sampler: InDataset) -> None:
         self.sampler = sampler
@@ -127,7 +170,10 @@ class Notes(pl.Callback):
         self.sampler.note(int(batch[:, 0].max()))
 
 
-@pytest.mark.parametrize("kind", [InDataset, ByMethod, InVariable, InList, InArray, InClass])
+KINDS = [InDataset, ByMethod, InVariable, InList, InArray, InClass, InAttribute, InBuffer, ByFunction]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::lightning_stateful.errors.StatefulWarning")
 def test_a_save_leaves_what_training_writes_for_a_sampler(tmp_path: Path, kind: Any) -> None:
     trained = []
