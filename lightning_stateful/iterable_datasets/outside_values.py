@@ -17,6 +17,7 @@ from lightning_stateful.generators.attributes import (
     PLAIN,
     can_be_read,
     defaults_of,
+    is_lightnings,
     is_users,
     named_in_environment,
     names_in,
@@ -43,12 +44,13 @@ class OutsideValues:
 
     Args:
         dataset: The dataset.
+        objects: Whether to look at all objects of the user's that it reaches, those too that copies do not share.
 
     Attributes:
         can_be_restored: Whether none of them is an iterator, which nobody can put back.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, objects: bool = False) -> None:
         self._variables: dict[str, tuple[_Variable, Any]] = {}
         self._contents: dict[int, tuple[str, Any, Any]] = {}
         # Containers that are default arguments, and names of variables of the environment.
@@ -68,6 +70,8 @@ class OutsideValues:
                 self._note_variables(place.value)
             elif shared[id(place)]:
                 self._note_contents(".".join(place.path[1:]), place.value)
+            elif objects and is_users(type(place.value).__module__) and not _is_trained(place.value):
+                self._note_contents(type(place.value).__qualname__, place.value)
             if type(place.value) not in self._kinds:
                 for kind in type(place.value).__mro__:
                     self._note_class(kind)
@@ -154,13 +158,29 @@ class OutsideValues:
         for name, value, copied in self._contents.values():
             if isinstance(value, GENERATORS) and not of_generators:
                 continue
-            counted = {key: value.get(key) for key in copied} if type(value) is dict else value
-            found[name] = _text_of(counted)
+            if isinstance(copied, dict) and not isinstance(value, dict):
+                # Several objects may be of one class.
+                texts = {
+                    f"{name}.{key}": _text_of(_counted(held, copied.get(key))) for key, held in vars(value).items()
+                }
+                found |= {key: found.get(key, "") + text for key, text in texts.items()}
+            else:
+                found[name] = _text_of(_counted(value, copied))
         return {name: hex_digest(text.encode(errors="surrogatepass")) for name, text in found.items()}
 
     def generators(self) -> list[Any]:
         """The random generators among them."""
         return [value for _, value, _ in self._contents.values() if isinstance(value, GENERATORS)]
+
+
+def _is_trained(value: Any) -> bool:
+    """Whether training changes an object as it goes on: a module, or one of Lightning's."""
+    return isinstance(value, torch.nn.Module) or is_lightnings(value)
+
+
+def _counted(value: Any, copied: Any) -> Any:
+    """What counts of a value: of a dict what it held at first."""
+    return {key: value.get(key) for key in copied} if type(value) is dict and type(copied) is dict else value
 
 
 def _text_of(value: Any) -> str:

@@ -46,6 +46,8 @@ class SetBetweenPasses:
         dataset: The dataset, as it is in this process.
         in_workers: Whether workers read copies of it, so that no pass changes it here.
         looks_at: Whether to look at a value; by default at all.
+        values: Digests of what to compare in its place, by name, the same in every process: of a stream of shards,
+            which is read by functions.
 
     State:
         ``set``: by ``class.attribute``, a digest of each attribute that was set so, the same in every process;
@@ -54,8 +56,15 @@ class SetBetweenPasses:
         pass changes it.
     """
 
-    def __init__(self, dataset: Any, *, in_workers: bool, looks_at: Callable[[Any], bool] = lambda value: True) -> None:
-        self._dataset, self._in_workers, self._looks_at = dataset, in_workers, looks_at
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        in_workers: bool,
+        looks_at: Callable[[Any], bool] = lambda value: True,
+        values: Callable[[], dict[str, str]] | None = None,
+    ) -> None:
+        self._dataset, self._in_workers, self._looks_at, self._values = dataset, in_workers, looks_at, values
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
         self._is_within = self._is_resumed = False
@@ -96,7 +105,8 @@ class SetBetweenPasses:
         if self._expected:
             self._restored = self._digests(self._expected)
             self._as_built = {name for name, held in self._expected.items() if self._restored[name] != held}
-            lists = (item for item in values_in(self._dataset) if isinstance(item[1], (list, set, deque)))
+            of_dataset = values_in(self._dataset) if self._values is None else ()
+            lists = (item for item in of_dataset if isinstance(item[1], (list, set, deque)))
             self._lists = {name: (value, len(value)) for name, value in lists if name in self._as_built}
 
     @property
@@ -163,7 +173,7 @@ class SetBetweenPasses:
         self.note_restored()
         self._left = now if self._in_workers else None
         self._begun_with = self._digests(self._set | self._set_at_start)
-        if self._num_read < _LOOKS_AT and not self._in_workers:
+        if self._num_read < _LOOKS_AT and not self._in_workers and self._values is None:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
             self._stood = {key: state_of_generator(one) for key, one in found.items()}
 
@@ -203,6 +213,8 @@ class SetBetweenPasses:
 
     def _is_read_by(self, name: str) -> bool:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
+        if self._values is not None:
+            return True
         leaf = name.rpartition(".")[2]
         is_kept = has_state(self._dataset) and not self._in_workers
         return not is_kept and uses_of(self._dataset, leaf, is_variable=True, may_be_called=True).uses
@@ -223,6 +235,9 @@ class SetBetweenPasses:
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
+        if self._values is not None:
+            present = self._values() if names else {}
+            return {name: present.get(name, "") for name in sorted(names)}
         shared = {name: digest(value) for name, value in _shared_in(self._dataset) if name in names}
         return {**dict.fromkeys(sorted(names), ""), **digests_of(self._dataset, names), **shared}
 
@@ -253,6 +268,8 @@ class SetBetweenPasses:
 
     def _held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
+        if self._values is not None:
+            return self._values()
         held: dict[str, str] = {}
         for name, value in filter(lambda item: self._looks_at(item[1]), values_in(self._dataset)):
             held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})

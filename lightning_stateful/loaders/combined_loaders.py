@@ -16,6 +16,7 @@ from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.stream_loader.iterable_order import IterableOrder
+from lightning_stateful.stream_loader.order import StreamOrder
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
@@ -341,7 +342,7 @@ class CombinedLoaders:
         for loader in self.loaders.values():
             if isinstance(loader.order, WrappedSampler):
                 loader.order.end_awaiting()
-            elif isinstance(loader.order, IterableOrder):
+            elif isinstance(loader.order, (IterableOrder, StreamOrder)):
                 loader.order.note_restored()
 
     def _refuse_skip(self) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ShardError, StatefulWarning
 from lightning_stateful.generators.rng import keep_randomness
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
+from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -57,6 +59,11 @@ class StreamOrder(StreamReader):
             # Each sample once.
             settings = replace(settings, mixing=replace(settings.mixing, stop="all_exhausted"))
         self.settings: StreamConfig = settings.at(options.path)
+        # Copies in workers that persist are not reached from here.
+        is_watched = not (options.exact or "nondeterministic" in options.accept or loader.persistent_workers)
+        values = partial(_read_by_functions, self.dataset, loader.collate_fn)
+        how: dict[str, Any] = {"in_workers": loader.num_workers > 0, "values": values}
+        self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
         found = [source.shards.warning for source in self.settings.sources.values() if source.shards.warning]
         if found:
             warnings.warn(" ".join(dict.fromkeys(found)), StatefulWarning, stacklevel=4)
@@ -147,6 +154,22 @@ class StreamOrder(StreamReader):
             progress = replace(progress, details=packed_otherwise(progress.details))
         return super().convert(progress, saved)
 
+    def note_restored(self) -> None:
+        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        if self._watch is not None:
+            self._watch.note_restored()
+
+    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """As of other readers, and what hooks have set between passes that its functions read."""
+        details = super().details_at(epoch, step)
+        return details if self._watch is None else details | self._watch.state(within=step > 0)
+
+    def _load(self, progress: Progress) -> None:
+        super()._load(progress)
+        if self._watch is not None:
+            saved, first = progress.details.get("set", {}), progress.details.get("first", {})
+            self._watch.expect(saved, first, is_within=progress.consumed > 0)
+
     def number_samples(self) -> None:
         """Let batches say the numbers of their samples, unless workers have the settings already."""
         if self.is_unread:
@@ -155,6 +178,8 @@ class StreamOrder(StreamReader):
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
+        if self._watch is not None:
+            self._watch.note_begin()
         run = self._run_at(epoch, step)
         num_served = run.num_served
         looks_ahead = self.options.steps_per_epoch is None
@@ -226,12 +251,19 @@ class StreamOrder(StreamReader):
 
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         self.ended = epoch, step
+        if self._watch is not None and run is not None:
+            self._watch.note_end()
         if self._repeats:
             self.recent.note(epoch + 1, 0, self.beginning_of(0))
         elif run is not None and step != self._limit:
             self.recent.note(epoch + 1, 0, self._following(run))
         else:
             self.recent.copy(epoch + 1, 0, epoch, step)
+
+
+def _read_by_functions(*roots: Any) -> dict[str, str]:
+    """Digests of variables, and of what objects of the user's hold, that functions of a stream reach."""
+    return OutsideValues(roots, objects=True).digests(of_generators=False)
 
 
 def _packing_in(config: Mapping[str, Any]) -> list[Any]:

@@ -106,8 +106,9 @@ class StreamReader(ABC):
         self._repeats = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Plans are pickled where a trainer's loop is: what reads stays here.
-        return {**vars(self), "_run": None, "_slots": None}
+        # Plans are pickled where a trainer's loop is: what reads, and looks at what hooks set, stays here.
+        stays = {"_run", "_slots", "_watch", "_within"} & vars(self).keys()
+        return {**vars(self), **dict.fromkeys(stays)}
 
     def number_samples(self) -> None:  # noqa: B027  # most readers have none
         """Let batches say the numbers of their samples, where these have numbers."""

@@ -30,6 +30,9 @@ _SHAPE = {
     "given?": {str: (COUNT,) * len(NOTHING_GIVEN)},
     "passed?": COUNT,
     "slots": [object],
+    # What hooks have set, see SetBetweenPasses.
+    "set?": {str: str},
+    "first?": {str: str},
 }
 
 

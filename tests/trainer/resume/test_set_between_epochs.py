@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import ChunkedDataset, StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
 
 BETWEEN = "Scaled.level was changed between two epochs"
@@ -370,3 +370,74 @@ def test_a_variable_that_a_hook_sets_between_two_epochs_is_named(tmp_path: Path,
     resumed, said = fit(tmp_path, "on_train_epoch_end", **how, epoch=1)
     assert resumed != whole[2 * ALONE :]
     assert any("LEVELS was set between two epochs in the run that wrote" in one for one in said)
+
+
+def numbers_of(chunk: int) -> range:
+    return range(4 * chunk, 4 * chunk + 4)
+
+
+def shifted(number: int) -> float:
+    return number + 100 * LEVELS["level"]
+
+
+class Shift:
+    level = 0.0
+
+    def __call__(self, number: int) -> float:
+        return number + 100 * self.level
+
+
+class ByFunction(ChunkedDataset):
+    """A stream of shards, of which a function reads the level."""
+
+    def __init__(self) -> None:
+        LEVELS["level"] = 0.0
+        super().__init__(range(ALONE // 2), numbers_of, transform=shifted)
+
+    @property
+    def level(self) -> float:
+        return LEVELS["level"]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        LEVELS["level"] = level
+
+
+class ByObject(ChunkedDataset):
+    """Likewise an object that is called."""
+
+    def __init__(self) -> None:
+        self.shift = Shift()
+        super().__init__(range(ALONE // 2), numbers_of, transform=self.shift)
+
+    @property
+    def level(self) -> float:
+        return self.shift.level
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.shift.level = level
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [ByFunction, ByObject])
+def test_what_functions_of_a_stream_read_and_a_hook_sets_between_two_epochs_is_named(
+    tmp_path: Path, kind: Any, workers: int
+) -> None:
+    name = "LEVELS" if kind is ByFunction else "Shift.level"
+    how: dict[str, Any] = {"kind": kind, "is_beside": False, "workers": workers}
+    whole, said = fit(tmp_path, "on_train_epoch_end", adds=True, **how)
+    assert any(f"{name} was changed between two epochs by something else" in one for one in said)
+    for epoch, batches in ((0.3, ALONE + 3), (1, 2 * ALONE)):
+        resumed, said = fit(tmp_path, "on_train_epoch_end", adds=True, **how, epoch=epoch)
+        assert resumed != whole[batches:]
+        assert any(f"{name} was set between two epochs in the run that wrote" in one for one in said)
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByObject])
+def test_what_a_hook_sets_by_the_epoch_for_a_stream_is_exact_from_the_end_of_one(tmp_path: Path, kind: Any) -> None:
+    how: dict[str, Any] = {"kind": kind, "is_beside": False}
+    whole, _ = fit(tmp_path, "on_train_epoch_start", **how)
+    resumed, said = fit(tmp_path, "on_train_epoch_start", **how, epoch=1)
+    assert resumed == whole[2 * ALONE :]
+    assert not said or "was set between two epochs in the run" not in said[0]
