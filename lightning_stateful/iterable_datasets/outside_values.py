@@ -155,6 +155,7 @@ class OutsideValues:
             of_generators: Whether those of random generators are among them.
         """
         found = {name: repr(_read(at)) for name, (at, _) in self._variables.items() if type(_read(at)) in PLAIN}
+        found |= {f"os.environ[{name!r}]": os.environ.get(name, "") for name in sorted(self._environment)}
         for name, value, copied in self._contents.values():
             if isinstance(value, GENERATORS) and not of_generators:
                 continue

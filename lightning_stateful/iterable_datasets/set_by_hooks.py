@@ -205,11 +205,14 @@ class SetBetweenPasses:
                 "So a resume may not be exact, or be refused. Give each dataset a copy of its own."
             )
 
-    def note_end(self) -> None:
-        """A pass has ended."""
-        if not self._in_workers:
-            self._left = self._held()
-            self._set_at_start = (self._set_at_start or set()) - changed_names(self._begun, self._left)
+    def note_end(self) -> set[str]:
+        """A pass has ended; the names of what was changed since it began, by the pass or in it."""
+        if self._in_workers:
+            return set()
+        self._left = self._held()
+        changed = changed_names(self._begun, self._left)
+        self._set_at_start = (self._set_at_start or set()) - changed
+        return changed
 
     def _is_read_by(self, name: str) -> bool:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
-from lightning_stateful.errors import ShardError, StatefulWarning
+from lightning_stateful.errors import ShardError, StatefulWarning, some_of
 from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
@@ -28,6 +29,7 @@ from lightning_stateful.stream_nodes.shard_reader import ShardReader
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig
 
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Readings of each shard, on average, from which on a user is told.
 _MANY_READS = 1.5
 
@@ -50,7 +52,7 @@ class StreamOrder(StreamReader):
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, settings: StreamConfig) -> None:
         super().__init__(loader, options)
-        self._has_warned = False
+        self._has_warned = self._has_said = False
         self._empty: set[str] = set()  # Sources that were warned of.
         if not options.seed_samples:
             sources = {name: replace(source, seed_samples=False) for name, source in settings.sources.items()}
@@ -252,13 +254,22 @@ class StreamOrder(StreamReader):
     def _end(self, epoch: int, step: int, run: StreamRun | None = None) -> None:
         self.ended = epoch, step
         if self._watch is not None and run is not None:
-            self._watch.note_end()
+            self._say_of_changes(self._watch.note_end())
         if self._repeats:
             self.recent.note(epoch + 1, 0, self.beginning_of(0))
         elif run is not None and step != self._limit:
             self.recent.note(epoch + 1, 0, self._following(run))
         else:
             self.recent.copy(epoch + 1, 0, epoch, step)
+
+    def _say_of_changes(self, names: Collection[str]) -> None:
+        if names and not self._has_said:
+            self._has_said = True
+            _log.info(
+                f"{some_of(sorted(names))} was changed within an epoch, and functions of {self.name} read it. They are "
+                "run on up to 32 samples ahead: what a hook sets there comes into force some batches later than "
+                "without this package. Set it between two epochs."
+            )
 
 
 def _read_by_functions(*roots: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -403,6 +404,26 @@ class ByFunction(ChunkedDataset):
         LEVELS["level"] = level
 
 
+def shifted_by_environment(number: int) -> float:
+    return number + 100 * float(os.environ.get("STREAM_LEVEL") or 0)
+
+
+class ByEnvironment(ChunkedDataset):
+    """Likewise a function reads it from the environment."""
+
+    def __init__(self) -> None:
+        os.environ.pop("STREAM_LEVEL", None)
+        super().__init__(range(ALONE // 2), numbers_of, transform=shifted_by_environment)
+
+    @property
+    def level(self) -> float:
+        return float(os.environ.get("STREAM_LEVEL") or 0)
+
+    @level.setter
+    def level(self, level: float) -> None:
+        os.environ["STREAM_LEVEL"] = str(level)
+
+
 class ByObject(ChunkedDataset):
     """Likewise an object that is called."""
 
@@ -420,11 +441,11 @@ class ByObject(ChunkedDataset):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [ByFunction, ByObject])
+@pytest.mark.parametrize("kind", [ByFunction, ByObject, pytest.param(ByEnvironment, marks=pytest.mark.slow)])
 def test_what_functions_of_a_stream_read_and_a_hook_sets_between_two_epochs_is_named(
     tmp_path: Path, kind: Any, workers: int
 ) -> None:
-    name = "LEVELS" if kind is ByFunction else "Shift.level"
+    name = {ByFunction: "LEVELS", ByObject: "Shift.level", ByEnvironment: "STREAM_LEVEL']"}[kind]
     how: dict[str, Any] = {"kind": kind, "is_beside": False, "workers": workers}
     whole, said = fit(tmp_path, "on_train_epoch_end", adds=True, **how)
     assert any(f"{name} was changed between two epochs by something else" in one for one in said)
@@ -441,3 +462,11 @@ def test_what_a_hook_sets_by_the_epoch_for_a_stream_is_exact_from_the_end_of_one
     resumed, said = fit(tmp_path, "on_train_epoch_start", **how, epoch=1)
     assert resumed == whole[2 * ALONE :]
     assert not said or "was set between two epochs in the run" not in said[0]
+
+
+def test_what_a_hook_sets_within_an_epoch_for_functions_of_a_stream_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    fit(tmp_path, "on_train_batch_end", kind=ByObject, is_beside=False)
+    assert [text for text in caplog.messages if text.startswith("Shift.level was changed within an epoch")]
