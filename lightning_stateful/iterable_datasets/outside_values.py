@@ -159,7 +159,7 @@ class OutsideValues:
         for name, value, copied in self._contents.values():
             if isinstance(value, GENERATORS) and not of_generators:
                 continue
-            if isinstance(copied, dict) and not isinstance(value, dict):
+            if isinstance(copied, dict) and not isinstance(value, (dict, *GENERATORS)):
                 # Several objects may be of one class.
                 texts = {
                     f"{name}.{key}": _text_of(_counted(held, copied.get(key))) for key, held in vars(value).items()
