@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.contents.code_uses import is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
-from lightning_stateful.generators.attributes import attributes_of, is_users, package_of
+from lightning_stateful.generators.attributes import attributes_of, defaults_of_class, is_users, package_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
@@ -195,10 +195,11 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
     for prefix, part in module.named_modules():
         inner = name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
         leaf = inner.partition("[")[0].partition(".")[0]
-        if leaf in vars(part) and is_users(type(part).__module__):
+        # One that is not set yet may have its value from the class.
+        if (leaf in vars(part) or leaf in defaults_of_class(part)) and is_users(type(part).__module__):
             # Of what an object in an attribute holds, that name.
             last = inner.rpartition(".")[2].partition("[")[0]
-            use = uses_of(module, last, may_be_called=callable(vars(part)[leaf]), read=_TRAINS)
+            use = uses_of(module, last, may_be_called=callable(vars(part).get(leaf)), read=_TRAINS)
             return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
 

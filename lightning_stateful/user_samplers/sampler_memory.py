@@ -86,8 +86,7 @@ class SamplerMemory:
         self._began_with = self._ended_with = ""
         # What it held in a pass that was broken off, before it was told another epoch.
         self._left_with = ""
-        # The iterator of the latest pass that was begun again.
-        self._left: LeftIterator | None = None
+        self._left: LeftIterator | None = None  # Of the latest pass that was begun again.
         # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
         self._contents = ("", "")
         self._in_step = CopyInStep()
@@ -430,8 +429,9 @@ class SamplerMemory:
         if self.passes != earlier[:known]:
             raise PositionError(
                 f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
-                f"The run that wrote the checkpoint had iterated it {len(earlier)} times before epoch {epoch}, and it "
-                f"cannot be brought there. Make a new {order.name} for the resumed run, and do not iterate it before."
+                f"The run that wrote the checkpoint, or the fit that this one goes on from, had iterated it "
+                f"{len(earlier)} times before epoch {epoch}, and it cannot be brought there. Make a new one, or for "
+                "another fit a new Trainer, and do not iterate it before."
             )
         # A plain loop tells the epoch, as of torch's DistributedSampler, before the passes ahead of it are begun.
         self._told.note_told(SamplerParts(order.sampler, order.dataset).samplers, epoch)

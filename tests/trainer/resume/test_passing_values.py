@@ -418,11 +418,22 @@ class ByGiven(BySometimes):
         return super().training_step(batch, batch_idx)
 
 
+class ByDefault(Trains):
+    """Has its value from the class until training sets it."""
+
+    pace = 1.0
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        self.pace = self.pace * 0.5 + float(batch.mean())
+        return self.pace
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Trains, ""),
         (ByGiven, ""),
+        (ByDefault, "pace was"),
         (ByScale, "scale was 2.0 and is 1.0"),
         (ByMean, "mean was"),
         (ByHistory, "history"),
