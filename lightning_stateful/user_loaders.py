@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -37,9 +38,10 @@ class SharedAttributes:
     """
 
     def __init__(self, users: Any, copied: Any, *left_out: str) -> None:
-        self._users, self._copied = getattr(users, "__dict__", {}), getattr(copied, "__dict__", {})
+        self._users, self._copied = users, copied
+        self._slots = [name for kind in type(users).__mro__ for name in _slots_of(kind)]
         self._left_out = {*left_out, "__pl_attrs_record", *(TORCHS if isinstance(users, DataLoader) else ())}
-        self._same = dict(self._copied)
+        self._same = self._held_by(copied)
 
     def to_copy(self) -> None:
         """Hand on to the copy what was set on the user's object."""
@@ -50,17 +52,39 @@ class SharedAttributes:
     def __exit__(self, *error: object) -> None:
         self._hand_on(self._copied, self._users)
 
-    def _hand_on(self, of: dict[str, Any], to: dict[str, Any]) -> None:
-        # A copy: a thread of the loader's may set attributes.
-        now = dict(of)
+    def _hand_on(self, of: Any, to: Any) -> None:
+        now = self._held_by(of)
         for name in now.keys() | self._same.keys():
             if now.get(name, _MISSING) is self._same.get(name, _MISSING) or name in self._left_out:
                 continue
-            for held in (to, self._same):
-                if name in now:
-                    held[name] = now[name]
-                else:
-                    held.pop(name, None)
+            if name in self._slots:
+                _set_slot(to, name, now.get(name, _MISSING))
+            elif name in now:
+                vars(to)[name] = now[name]
+            else:
+                vars(to).pop(name, None)
+        self._same = now
+
+    def _held_by(self, one: Any) -> dict[str, Any]:
+        # A copy: a thread of the loader's may set attributes.
+        held = dict(getattr(one, "__dict__", ()))
+        for name in self._slots:
+            with suppress(AttributeError):
+                held[name] = object.__getattribute__(one, name)
+        return held
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _set_slot(one: Any, name: str, value: Any) -> None:
+    if value is _MISSING:
+        object.__delattr__(one, name)
+    else:
+        object.__setattr__(one, name, value)
 
 
 _MISSING = object()
@@ -127,13 +151,15 @@ def _made_of(ours: Any, kind: Any) -> Any:
         name: _of_original(name)
         for base in reversed(theirs)
         for name, value in vars(base).items()
-        if not name.startswith("__") and not hasattr(ours, name) and not hasattr(type(value), "__get__")
+        if not name.startswith("__")
+        and not hasattr(ours, name)
+        and (isinstance(value, property) or not hasattr(type(value), "__get__"))
     }
     return type(f"Stateful{kind.__name__}", (ours, kind), {**values, "__doc__": kind.__doc__, "_made_of": (ours, kind)})
 
 
 def _of_original(name: str) -> Any:
-    """Make a property that reads and sets a class attribute of the user's loader on that loader."""
+    """Make a property that reads and sets a class attribute, or a property, of the user's loader on that loader."""
 
     def read(self: Any) -> Any:
         own = vars(self)

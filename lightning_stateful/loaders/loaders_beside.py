@@ -1,27 +1,43 @@
-"""DataLoaders that a user's loader reads beside its own, as labelled and unlabelled data."""
+"""What a user's loader has and reads beside torch's: attributes, and further DataLoaders, as of unlabelled data."""
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
-from lightning_stateful.generators.attributes import attributes_of, named_outside, reached
+from lightning_stateful.generators.attributes import (
+    PLAIN,
+    attributes_of,
+    is_lightnings,
+    is_users,
+    named_outside,
+    reached,
+)
 from lightning_stateful.generators.generator_states import identity_of, state_for
-from lightning_stateful.generators.rng import state_of_generator
-from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, generators_outside
+from lightning_stateful.generators.rng import GENERATORS, state_of_generator
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, generators_outside, shown
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import detect_topology
+from lightning_stateful.user_loaders import TORCHS
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Attributes that hold no other loader's, and may hold very much.
 _OWN = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator", "_iterator"})
 _LOADERS = (DataLoader, _BaseDataLoaderIter)
+# Items of a container, and bytes of an array, that are compared behind every batch.
+_MOST_SHOWN, _MOST_BYTES = 64, 2**14
 
 
 class LoadersBeside:
@@ -150,3 +166,58 @@ def _each_generator_of(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
                 yield ".".join(map(str, (name, *path))), generator
         for path, state in generators_outside(sampler, loader.dataset):
             yield ".".join(map(str, (name, *path))), state.generator
+
+
+def named_in(holders: tuple[Any, ...]) -> dict[str, Any]:
+    """The attributes that a loader has beside those of torch's, and those of an object that holds it, by name."""
+    found = {}
+    for number, holder in enumerate(holders):
+        # A copy: the loader may be read in a thread.
+        for name, value in attributes_of(holder).items():
+            is_torchs = isinstance(holder, DataLoader) and (name in TORCHS or name.startswith("_DataLoader__"))
+            if not (is_torchs or any(value is one for one in holders) or name.startswith("__pl")):
+                found[f"{type(holder).__qualname__}.{name}" if number else name] = value
+    return found
+
+
+def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
+    """Digests of these attributes, to be compared in this process."""
+    found = {}
+    for name, value in named_in(holders).items():
+        if isinstance(value, _BaseDataLoaderIter) and hasattr(value._index_sampler, "plan"):
+            # One that is not begun, or at its end, says no more than none.
+            told = "" if value._num_yielded in (0, _length_of(value._index_sampler)) else str(value._num_yielded)
+        elif isinstance(value, torch.Tensor):
+            told = f"{id(value)} {value._version}"
+        elif isinstance(value, GENERATORS):
+            told = state_of_generator(value)
+        else:
+            told = digest_of_contents({name.rpartition(".")[2]: value})
+        if told:
+            found[name] = told
+    return found
+
+
+def _length_of(batches: Any) -> int:
+    """Batches that DataLoader is asked for in a pass."""
+    plan = getattr(batches.plan, "plan", batches.plan)
+    return int(plan.num_steps) - int(batches.first_step)
+
+
+def is_short(value: Any) -> bool:
+    """Whether a variable is compared behind every batch: a plain one, a short container, or an object of the user's."""
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        return len(value) <= _MOST_SHOWN
+    is_array = isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes <= _MOST_BYTES
+    is_object = is_users(type(value).__module__) or isinstance(value, SimpleNamespace)
+    is_object = is_object and not isinstance(value, (torch.nn.Module, Dataset, Sampler))
+    return type(value) in PLAIN or is_array or (is_object and not is_lightnings(value))
+
+
+def portable_digest(value: Any) -> str:
+    """Digest of a value, the same in every process; empty where nothing of it can be told."""
+    with suppress(Exception):
+        return digest(value)
+    with suppress(Exception):
+        return digest(shown(value, of_copy=True))
+    return ""

@@ -13,12 +13,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -31,14 +29,18 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.generators.attributes import named_outside
+from lightning_stateful.generators.attributes import named_outside, places_outside
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
-from lightning_stateful.loaders.loaders_beside import LoadersBeside
-from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents, shown
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.loaders.loaders_beside import (
+    LoadersBeside,
+    digests_of_attributes,
+    is_short,
+    named_in,
+    portable_digest,
+)
+from lightning_stateful.sampler_copies.sampler_copy import shown
 from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.shapes import COUNT, DAMAGED, RANKS, check_shape
-from lightning_stateful.user_loaders import TORCHS
 
 _SET = {"within": {str: str}, "ahead": [str]}
 _GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str], "set?": _SET}
@@ -80,6 +82,8 @@ class Watch:
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
         self._share: Callable[[], None] = _nothing
+        # What reads variables elsewhere that their code names.
+        self._places: dict[str, Callable[[], Any]] = {}
         self._beside: LoadersBeside | None = None
         # The digests of attributes before the first pass, as it read its first batch, and after the latest batch.
         self._before = self._first = self._latest = dict[str, str]()
@@ -87,7 +91,7 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
-        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque(), "_share": _nothing}
+        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque(), "_share": _nothing, "_places": {}}
 
     def begin(
         self,
@@ -116,6 +120,7 @@ class Watch:
         self._thread = threading.get_ident()
         if holders:
             self._num_passes += 1
+            self._places = {name: read for holder in holders for name, read in places_outside(holder).items()}
             if self._beside is None:
                 self._beside = LoadersBeside(holders)
             if seed is not None:
@@ -166,7 +171,7 @@ class Watch:
         # One that has read none of DataLoader's.
         self.note_ask()
         self.num_given += 1
-        found = digests_of_attributes(self._holders)
+        found = self._found_now()
         own = changed_names(self._latest, found) if self.num_given > 1 else set[str]()
         self.changes = self.changes or bool(own)
         # What its own iteration changes too is no setting of somebody else's.
@@ -184,7 +189,7 @@ class Watch:
         """The next batch is about to be asked for, or a state is taken: what has changed was set by something else."""
         if self.num_given and not self.reads_in_thread:
             self._share()
-            found = digests_of_attributes(self._holders)
+            found = self._found_now()
             self.set_by_others |= dict.fromkeys(changed_names(self._latest, found), (self._epoch, self.num_given))
             self._latest = found
 
@@ -220,24 +225,23 @@ class Watch:
                 "batch ahead: the resume is not exact in that batch. Set it between two epochs, or give the loader a "
                 "__len__."
             )
-            names = ", ".join(f"{kind}.{name}" for name in lost or expected["ahead"])
+            names = ", ".join(one if "." in one else f"{kind}.{one}" for one in lost or expected["ahead"])
             warnings.warn(
                 f"{names} was set in the run that wrote the checkpoint, {said}", StatefulWarning, stacklevel=3
             )
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
-        found = dict.fromkeys(sorted(names), "")
-        for number, holder in enumerate(self._holders):
-            held = {(f"{type(holder).__qualname__}.{name}" if number else name): name for name in vars(holder)}
-            for name in names & held.keys():
-                with suppress(Exception):
-                    # What cannot be read, such as an object of an installed package, is left alone.
-                    found[name] = digest(vars(holder)[held[name]])
-        return found
+        held = {**{name: self._places[name]() for name in names & self._places.keys()}, **named_in(self._holders)}
+        return {name: portable_digest(held[name]) if name in held else "" for name in sorted(names)}
 
     def note_own(self) -> None:
         """Its iteration has gone on without giving a batch."""
-        self._latest = digests_of_attributes(self._holders)
+        self._latest = self._found_now()
+
+    def _found_now(self) -> dict[str, str]:
+        """Digests of attributes, and of variables elsewhere that the loader's code names, in this process."""
+        outside = ((name, read()) for name, read in self._places.items())
+        return digests_of_attributes(self._holders) | {name: shown(value) for name, value in outside if is_short(value)}
 
     def note_other(self) -> None:
         """The loader gives other batches than those that DataLoader reads for it, one after the other."""
@@ -433,8 +437,8 @@ class OwnTracker(Tracker):
         """Refuse a loader that has something of earlier passes, which a new one has not; or warn where accepted."""
         if "iteration" not in self.accept:
             remedy = (
-                "The loader's own __iter__ changes these, and may give other batches for it. Set them by "
-                'the epoch, or pass accept=("iteration",) to go on with them as they are now.'
+                "The loader's own __iter__, or a hook, changes these, and it may give other batches for it. Set them "
+                'by the epoch, or pass accept=("iteration",) to go on with them as they are now.'
             )
             saving = f"{', '.join(kept)} as earlier epochs have left it"
             raise StateMismatchError(
@@ -447,35 +451,6 @@ class OwnTracker(Tracker):
             StatefulWarning,
             stacklevel=4,
         )
-
-
-def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
-    """Digests of the attributes that a loader has beside those of torch's, and of those of an object that holds it."""
-    found = {}
-    for number, holder in enumerate(holders):
-        # A list: the loader may be read in a thread.
-        for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
-            is_torchs = isinstance(holder, DataLoader) and (name in TORCHS or name.startswith("_DataLoader__"))
-            if is_torchs or any(value is one for one in holders) or name.startswith("__pl"):
-                continue
-            if isinstance(value, _BaseDataLoaderIter) and hasattr(value._index_sampler, "plan"):
-                # One that is not begun, or at its end, says no more than none.
-                told = "" if value._num_yielded in (0, _length_of(value._index_sampler)) else str(value._num_yielded)
-            elif isinstance(value, torch.Tensor):
-                told = f"{id(value)} {value._version}"
-            elif isinstance(value, GENERATORS):
-                told = state_of_generator(value)
-            else:
-                told = digest_of_contents({name: value})
-            if told:
-                found[f"{type(holder).__qualname__}.{name}" if number else name] = told
-    return found
-
-
-def _length_of(batches: Any) -> int:
-    """Batches that DataLoader is asked for in a pass."""
-    plan = batches.plan.plan if isinstance(batches.plan, OwnPlan) else batches.plan
-    return int(plan.num_steps) - int(batches.first_step)
 
 
 def held_loader(iterable: Any) -> str:

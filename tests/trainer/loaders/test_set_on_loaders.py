@@ -62,6 +62,46 @@ class ShiftsItself(DataLoader[Any]):
                 yield batch + self.shift
 
 
+class Slotted:
+    __slots__ = ("shift", "skip")
+
+
+class InSlots(Slotted, Shifts):
+    """Keeps what hooks set in slots."""
+
+
+class ByProperty(ShiftsItself):
+    """Keeps it in its dict, behind a property."""
+
+    @property
+    def shift(self) -> float:  # type: ignore[override]
+        return float(self.__dict__.get("_shift", 0.0))
+
+    @shift.setter
+    def shift(self, shift: float) -> None:
+        self.__dict__["_shift"] = shift
+
+
+SHIFTED = {"by": 0.0}
+
+
+class ByVariable(ShiftsItself):
+    """Reads a variable of its module."""
+
+    @property
+    def shift(self) -> float:  # type: ignore[override]
+        return SHIFTED["by"]
+
+    @shift.setter
+    def shift(self, shift: float) -> None:
+        SHIFTED["by"] = shift
+
+    def __iter__(self) -> Any:
+        for batch in DataLoader.__iter__(self):
+            self.given += 1
+            yield batch + SHIFTED["by"]
+
+
 class Sets(pl.Callback):
     """Has a loader leave out batches, or shift them, by what it was trained on; on the user's object or the trainer's.
 
@@ -143,6 +183,32 @@ def test_what_a_hook_sets_on_a_loader_comes_into_force(kind: Any, workers: int, 
     )
     assert own[:2] == plain[:2]
     assert len(plain[0]) < 24
+
+
+@pytest.mark.parametrize("by", ["loader", "trainer"])
+@pytest.mark.parametrize("kind", [InSlots, ByProperty, ByVariable])
+def test_so_does_what_it_keeps_in_slots_behind_a_property_or_elsewhere(kind: Any, by: str) -> None:
+    trained = []
+    for more in ([], [StatefulDataCallback(seed=0)]):
+        SHIFTED["by"] = 0.0
+        trained.append(fit(loader_of(kind), *more, by=by, name="shift")[0])
+    assert trained[0] == trained[1]
+    assert trained[0][-1][0] > 1000
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_variable_that_it_reads_is_compared_within_the_first_epoch(tmp_path: Path, step: int) -> None:
+    SHIFTED["by"] = 0.0
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole, _, _ = fit(loader_of(ByVariable), StatefulDataCallback(seed=0), saver, name="shift")
+    for restores in (False, True):
+        SHIFTED["by"] = 0.0
+        path = tmp_path / f"step={step}.ckpt"
+        resumed, _, said = fit(
+            loader_of(ByVariable), StatefulDataCallback(seed=0), name="shift", restores=restores, ckpt_path=path
+        )
+        assert (resumed == whole[step:]) is restores
+        assert ("test_set_on_loaders.SHIFTED was set in the run that wrote" in "".join(said)) is not restores
 
 
 @pytest.mark.parametrize("kind", [Shifts, ShiftsItself])
