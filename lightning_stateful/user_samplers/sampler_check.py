@@ -93,7 +93,7 @@ def _facts_of(
         # Nobody asks the sampler itself.
         tried = fresh()
     contents = partial(digest_of_contents, tried.sampler, order.dataset, epoch=0)
-    before, looks, followed = "", list[str](), None
+    before, looks, followed = "", dict[bool, str](), None
 
     def note_told() -> None:
         nonlocal before
@@ -102,7 +102,7 @@ def _facts_of(
 
     try:
         items = tried.begin(0, 0, before_iter=note_told)
-        followed = _Followed(order, tried, items, facts, lambda: looks.append(contents()), started)
+        followed = _Followed(order, tried, items, facts, lambda last: looks.update({last: contents()}), started)
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
@@ -117,7 +117,7 @@ def _facts_of(
             again = partial(fresh, sampler=tried.sampler)
             _ask_for_length(order, again(), facts, again)
     _refuse_wrong_length(order, facts)
-    (within, *left), ended = looks, contents()
+    left, ended = [looks[True]] if True in looks else [], contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
     is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
     trial = SamplerTrial(order, facts, fresh, is_unseen=is_unseen)
@@ -128,7 +128,7 @@ def _facts_of(
         objects.put_back()
         if facts.hands_epoch_on and (names := changed_names(order.sampler, order.dataset, shared)):
             raise UnsupportedLoaderError(order.name + said_of_changes(names, "set_epoch sets it"))
-    if facts.remembers or within not in (before, ended):
+    if facts.remembers or looks.get(False, before) not in (before, ended):
         facts.fresh = SamplerCopy(order.sampler, order.dataset).sampler
         tell(() if choose is None else choose(facts.fresh))
     facts.leads_back = _leads_back(fresh, followed)
@@ -251,8 +251,7 @@ def yields_otherwise(order: UserSampler) -> bool:
 def sequence_now(order: UserSampler, sequence: str) -> str:
     """Digest of the first epoch of a copy of a sampler as it is now, or ``sequence``, as it was tried, where unchanged.
 
-    A sampler counts as unchanged if its passes alone have changed it, if what it yields depends on them, or if it is
-    slow.
+    A sampler counts as unchanged if its passes alone have changed it, if these decide what it yields, or if it is slow.
     """
     facts = order.facts
     is_own = facts.remembers and not facts.is_harmless
@@ -313,7 +312,7 @@ class _Followed:
         tried: The copy.
         items: The iterator of its pass.
         facts: Where to put what is found.
-        look: Called behind the first items, and when the last that ``len()`` says is drawn, and no more was asked for.
+        look: Called, with True, when the last item that ``len()`` says is drawn; and behind the first, if they came soon.
         started: When the pass was begun; None for now.
 
     Attributes:
@@ -327,7 +326,7 @@ class _Followed:
         tried: IteratedSampler,
         items: Iterator[Any],
         facts: SamplerFacts,
-        look: Callable[[], object] = tuple,
+        look: Callable[[bool], object] = bool,
         started: float | None = None,
     ) -> None:
         self.state: Any = None
@@ -343,7 +342,7 @@ class _Followed:
         self._are_indices = False
         self._follow(look)
 
-    def _follow(self, look: Callable[[], object]) -> None:
+    def _follow(self, look: Callable[[bool], object]) -> None:
         order, facts = self._order, self._facts
         while size := self._num_wanted():
             before = self._drawn
@@ -351,12 +350,13 @@ class _Followed:
                 self._draw(size)
             if before < 2:
                 self._look_at_length()
-                look()
+                if time.perf_counter() - self._started < _SLOW_TO_BEGIN:
+                    look(False)
             if before < COMPARED:
                 facts.begins_in = time.perf_counter() - self._started
             facts.marks[self._drawn] = self._running.hexdigest()
             if self._drawn == facts.says and self._drawn > before:
-                look()
+                look(True)
             if self._drawn < before + size:
                 facts.length = self._drawn
                 break
