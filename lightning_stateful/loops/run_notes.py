@@ -109,6 +109,20 @@ def say_resumed(
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
+    is_alike = saved.running and not (again or progress.ended) and _ranks_in_words(now) == _ranks_in_words(note)
+    if is_alike and combined.is_sized and reloads_every(trainer):
+        _warn_of_other_length(epoch, note.get("steps"), num_batches(epoch))
+
+
+def _warn_of_other_length(epoch: int, saved: int | None, present: int) -> None:
+    if saved not in (None, present):
+        rank_zero_warn(
+            f"Epoch {epoch} has {present} batches here, and had {saved} in the run that wrote the checkpoint: the "
+            "resume is not exact. Loaders that are built anew for each epoch keep the length that they have then. "
+            "Restore what it follows from before, in on_load_checkpoint or load_state_dict of the module or data "
+            "module, or build the loader by the epoch.",
+            category=StatefulWarning,
+        )
 
 
 def say_first_step(trainer: pl.Trainer) -> None:

@@ -312,7 +312,7 @@ class _Followed:
         tried: The copy.
         items: The iterator of its pass.
         facts: Where to put what is found.
-        look: Called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that was soon.
+        look: Called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that is soon.
         started: When the pass was begun; None for now.
 
     Attributes:

@@ -6,13 +6,14 @@ import gc
 import multiprocessing
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from harm.basics import LENGTH, permutation
+from harm.basics import LENGTH, Indices, permutation
 from harm.runs import train
 from harm.table import Entry, WithCallback, of
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
@@ -287,3 +288,39 @@ def test_a_stream_that_depends_on_the_number_of_calls_is_warned_of(tmp_path: Pat
     stopped(tmp_path / "x.ckpt", lambda: MoreRows(make), run=train_alone, epoch=1, batch=2, **options)
     with pytest.warns(StatefulWarning, match="calls was 2 and is 1. If samples depend on them, the resume is not ex"):
         train_alone(lambda: MoreRows(make), ckpt_path=tmp_path / "x.ckpt", **options)
+
+
+class Sized(DataLoader[Any]):
+    """Its length follows from an attribute that a hook sets by the epoch."""
+
+    number = 3
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), self.number)
+
+
+class SetsNumber(pl.Callback):
+    def __init__(self, loader: Sized) -> None:
+        self.loader = loader
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.loader.number = 3 + trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.loader.number = 4 + trainer.current_epoch
+
+
+def test_a_length_that_is_restored_when_the_loader_has_been_built_anew_is_warned_of(tmp_path: Path) -> None:
+    class Made(WithCallback):
+        def __call__(self, workers: int) -> Any:
+            made = self.sampler()
+            return lambda: made, self.callback(made)
+
+    make = Made(lambda: Sized(Indices(), batch_size=4), SetsNumber)
+    entry = Entry(make, "equal", trainer={"reload_dataloaders_every_n_epochs": 1})
+    train(entry, save=tmp_path / "stop.ckpt", after=5)
+    again = train(entry, ckpt_path=tmp_path / "stop.ckpt")
+    assert any("Epoch 1 has 3 batches here, and had 4 in the run" in text for text in again.said), again
