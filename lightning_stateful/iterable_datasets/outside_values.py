@@ -34,6 +34,7 @@ _NOTHING = object()
 # Longer containers and larger arrays are data.
 _MOST_ITEMS, _MOST_BYTES = 2**16, 2**20
 _BASES: tuple[Any, ...] = (list, dict, set, deque, bytearray)
+_OF_DATA: tuple[Any, ...] = (*_BASES, *PLAIN, tuple, np.ndarray, torch.Tensor)
 
 
 class OutsideValues:
@@ -51,6 +52,7 @@ class OutsideValues:
     """
 
     def __init__(self, dataset: Any, *, objects: bool = False) -> None:
+        self._objects = objects
         self._variables: dict[str, tuple[_Variable, Any]] = {}
         self._contents: dict[int, tuple[str, Any, Any]] = {}
         # Containers that are default arguments, and names of variables of the environment.
@@ -71,7 +73,7 @@ class OutsideValues:
             elif shared[id(place)]:
                 self._note_contents(".".join(place.path[1:]), place.value)
             elif objects and is_users(type(place.value).__module__) and not _is_trained(place.value):
-                self._note_contents(type(place.value).__qualname__, place.value)
+                self._note_contents("", place.value)
             if type(place.value) not in self._kinds:
                 for kind in type(place.value).__mro__:
                     self._note_class(kind)
@@ -126,6 +128,9 @@ class OutsideValues:
     def _note_contents(self, name: str, value: Any) -> None:
         if id(value) in self._contents or type(value) in PLAIN or id(value) == self._left_out:
             return
+        if self._objects and is_users(type(value).__module__):
+            # Whatever way leads there first.
+            name = type(value).__qualname__
         self.can_be_restored &= not isinstance(value, Iterator)
         with suppress(Exception):  # A generator by the operating system has no state.
             if (copied := _copied(value)) is not None:
@@ -160,11 +165,12 @@ class OutsideValues:
             if isinstance(value, GENERATORS) and not of_generators:
                 continue
             if isinstance(copied, dict) and not isinstance(value, (dict, *GENERATORS)):
-                # Several objects may be of one class.
-                texts = {
-                    f"{name}.{key}": _text_of(_counted(held, copied.get(key))) for key, held in vars(value).items()
-                }
-                found |= {key: found.get(key, "") + text for key, text in texts.items()}
+                # Of other objects in it, such as paths, what they note for themselves may change.
+                own = {key: held for key, held in dict(vars(value)).items() if isinstance(held, _OF_DATA)}
+                for key, held in own.items():
+                    # Several objects may be of one class.
+                    path = f"{name}.{key}"
+                    found[path] = found.get(path, "") + _text_of(_counted(held, copied.get(key)))
             else:
                 found[name] = _text_of(_counted(value, copied))
         return {name: hex_digest(text.encode(errors="surrogatepass")) for name, text in found.items()}

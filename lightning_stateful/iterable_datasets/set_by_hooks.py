@@ -248,7 +248,9 @@ class SetBetweenPasses:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
         now, left = self._held(), self._left
         if left is not None:
-            self.note_set(changed_names(left, now))
+            changed = changed_names(left, now)
+            # What functions reach by now, or no more, nobody has set.
+            self.note_set(changed if self._values is None else changed & left.keys() & now.keys())
         return now
 
     def note_set(self, names: Collection[str]) -> None:

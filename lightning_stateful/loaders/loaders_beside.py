@@ -37,7 +37,7 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 _OWN = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator", "_iterator"})
 _LOADERS = (DataLoader, _BaseDataLoaderIter)
 # Items of a container, and bytes of an array, that are compared behind every batch.
-_MOST_SHOWN, _MOST_BYTES = 64, 2**14
+_MOST_SHOWN, _MOST_BYTES, _LARGE = 64, 2**14, 2**20
 
 
 class LoadersBeside:
@@ -191,6 +191,9 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
             told = f"{id(value)} {value._version}"
         elif isinstance(value, GENERATORS):
             told = state_of_generator(value)
+        elif isinstance(value, np.ndarray) and value.nbytes > _LARGE:
+            # Some thousand of its numbers: this is looked at behind every batch.
+            told = f"{id(value)} {shown(value)}"
         else:
             told = digest_of_contents({name.rpartition(".")[2]: value})
         if told:
