@@ -109,8 +109,8 @@ def say_resumed(
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
-    is_alike = saved.running and not (again or progress.ended) and _ranks_in_words(now) == _ranks_in_words(note)
-    if is_alike and combined.is_sized and reloads_every(trainer):
+    is_within = saved.running and not (again or progress.ended) and bool(note)
+    if is_within and combined.is_sized and reloads_every(trainer) and _ranks_in_words(now) == _ranks_in_words(note):
         _warn_of_other_length(epoch, note.get("steps"), num_batches(epoch))
 
 
