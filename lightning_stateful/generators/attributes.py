@@ -421,8 +421,10 @@ def places_outside(value: object) -> dict[str, Callable[[], Any]]:
             named = read()
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
+            elif isinstance(named, ModuleType):
+                continue
             elif isinstance(named, torch.nn.Module) or not callable(named) or is_users(type(named).__module__):
-                found |= {} if isinstance(named, ModuleType) else {name: read}
+                found[name] = read
     return found
 
 

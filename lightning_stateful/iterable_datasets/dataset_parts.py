@@ -28,16 +28,15 @@ from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_
 from lightning_stateful.samplers.fingerprint import digest, digest_of_tensor, is_plain_tensor
 
 GROWING = (list, set, dict, deque)
+_CHANGED_IN_PLACE = (*GROWING, np.ndarray, torch.Tensor)
 # Types of values that are compared.
-OF_DATA = (*PLAIN, *GROWING, np.ndarray, torch.Tensor)
+OF_DATA = (*PLAIN, *_CHANGED_IN_PLACE)
 # Items of these up to which they are digested.
 _MOST_ITEMS = 2**13
 # Datasets in one that are looked into for others in turn.
 _MOST_PARTS = 64
 # Of what is compared behind every batch: datasets in one, attributes of each, items of a list, and bytes of an array.
 _MOST_DATASETS, _MOST_ATTRIBUTES, _MOST_SHOWN, _MOST_BYTES = 8, 64, 32, 2**12
-_CHANGED_IN_PLACE = (*GROWING, np.ndarray, torch.Tensor)
-_MISSING = object()
 
 
 def parts_of(dataset: Any) -> list[Any]:

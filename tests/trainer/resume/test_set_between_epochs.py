@@ -345,14 +345,8 @@ def test_what_a_state_restores_in_workers_alone_is_named(tmp_path: Path) -> None
 LEVELS = {"level": 0.0}
 
 
-class InVariable(Scaled):
-    """Reads the level from a variable of the module."""
-
-    def __init__(self) -> None:
-        LEVELS["level"] = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        return (number + 100 * LEVELS["level"] for number in range(2 * ALONE))
+class OfVariable:
+    """Has its level in a variable of the module."""
 
     @property
     def level(self) -> float:
@@ -361,6 +355,16 @@ class InVariable(Scaled):
     @level.setter
     def level(self, level: float) -> None:
         LEVELS["level"] = level
+
+
+class InVariable(OfVariable, Scaled):
+    """Reads the level from a variable of the module."""
+
+    def __init__(self) -> None:
+        LEVELS["level"] = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        return (number + 100 * LEVELS["level"] for number in range(2 * ALONE))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -388,20 +392,12 @@ class Shift:
         return number + 100 * self.level
 
 
-class ByFunction(ChunkedDataset):
+class ByFunction(OfVariable, ChunkedDataset):
     """A stream of shards, of which a function reads the level."""
 
     def __init__(self) -> None:
         LEVELS["level"] = 0.0
         super().__init__(range(ALONE // 2), numbers_of, transform=shifted)
-
-    @property
-    def level(self) -> float:
-        return LEVELS["level"]
-
-    @level.setter
-    def level(self, level: float) -> None:
-        LEVELS["level"] = level
 
 
 def shifted_by_environment(number: int) -> float:
