@@ -64,8 +64,9 @@ class SharedObjects:
     def __init__(self, sampler: Any, dataset: Any = None, *, in_training: bool = False) -> None:
         parts = SamplerParts(sampler, dataset)
         self._shared = list(islice(parts.shared, _MOST_SHARED))
-        self._named = _named_by(parts, self._shared) if in_training else []
-        self._modules = modules_of(parts)
+        outside = _named_outside(parts)
+        self._named = _named_by(parts, self._shared, outside) if in_training else []
+        self._modules = _modules_in(parts, outside)
 
     def keep(self) -> None:
         """Keep what the attributes are now, to put that back."""
@@ -88,7 +89,7 @@ class SharedObjects:
         self.put_back()
 
 
-def _named_by(parts: SamplerParts, shared: Sequence[Any]) -> list[Any]:
+def _named_by(parts: SamplerParts, shared: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
     """What the code of a sampler names, outside of it and in what copies share with it, but for plain values."""
     names = {name for part in shared if isinstance(part, FunctionType) for name in names_in(part.__code__)}
     kinds = {kind for part in parts.found for kind in type(part).__mro__}
@@ -97,7 +98,6 @@ def _named_by(parts: SamplerParts, shared: Sequence[Any]) -> list[Any]:
         functions = [one for kind in of if is_users(kind.__module__) for one in vars(kind).values()]
         codes = [one.__code__ for one in functions if isinstance(one, FunctionType)]
         names |= {name for code in codes if of is kinds or code.co_name in names for name in names_in(code)}
-    outside = _named_outside(parts)
     holders = [*shared, *(value for value in outside if is_users(type(value).__module__))]
     within = [value for part in holders for name, value in attributes_of(part).items() if name in names]
     return [value for value in (*within, *outside) if type(value) not in PLAIN and not callable(value)]
@@ -109,9 +109,9 @@ def _named_outside(parts: SamplerParts) -> list[Any]:
     return [value for part in (*parts.found, *functions) for value in named_outside(part).values()]
 
 
-def modules_of(parts: SamplerParts) -> list[torch.nn.Module]:
+def _modules_in(parts: SamplerParts, outside: Sequence[Any]) -> list[torch.nn.Module]:
     """The modules that a sampler holds, or that its code names, and those in them, each once."""
-    found = [one for one in (*parts.shared, *_named_outside(parts)) if isinstance(one, torch.nn.Module)]
+    found = [one for one in (*parts.shared, *outside) if isinstance(one, torch.nn.Module)]
     # Not by a method of the user's.
     return list(dict.fromkeys(part for one in found for part in torch.nn.Module.modules(one)))
 
@@ -125,7 +125,8 @@ def surroundings_in_trial(sampler: Any, dataset: Any = None, known: Mapping[int,
         known: As there.
     """
     found = dict[str, list[str]]()
-    for part in modules_of(SamplerParts(sampler, dataset)):
+    parts = SamplerParts(sampler, dataset)
+    for part in _modules_in(parts, _named_outside(parts)):
         kind = type(part).__name__
         for name, value in {**vars(part), **part._buffers}.items():
             if type(value) in PLAIN or isinstance(value, torch.Tensor):
