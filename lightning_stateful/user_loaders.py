@@ -88,6 +88,7 @@ def _set_slot(one: Any, name: str, value: Any) -> None:
 
 
 _MISSING = object()
+_NOT_USERS = {"builtins", "lightning_stateful", "torch", "torchdata", "typing"}
 
 
 def is_torchdatas(value: object) -> bool:
@@ -102,9 +103,19 @@ def iterates_as_torch(loader: DataLoader[Any]) -> bool:
 
 
 def users_loader(patched: Any) -> Any:
-    """The user's loader that a patched one was made of, or a copy where others than Lightning iterate it."""
+    """What a patched loader was made of: the user's loader or iterable, or a copy where it is not Lightning's."""
     own = vars(patched)
-    return own["_original"] if own.get("_users") is None else own["_users"]
+    return next(own[name] for name in ("_users", "iterable", "_original") if own.get(name) is not None)
+
+
+def has_of_its_own(loader: Any, name: str) -> bool:
+    """Whether an attribute of a loader is of a user's object or class, and torch knows none of that name."""
+    if name in TORCHS or name.startswith("__"):
+        return False
+    if not isinstance(loader, DataLoader):
+        return hasattr(loader, name)
+    kinds = (kind for kind in type(loader).__mro__ if kind.__module__.partition(".")[0] not in _NOT_USERS)
+    return name in vars(loader) or any(name in vars(kind) for kind in kinds)
 
 
 class Pickled:

@@ -7,6 +7,7 @@ import ast
 import inspect
 import linecache
 import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeAlias
@@ -80,6 +81,12 @@ def uses_of(
         uses=any(use.uses for use in found.values()),
         uses_all=found[name].uses_all or any(use.uses for other, use in found.items() if other != name),
     )
+
+
+def uses_any_of(owner: Any, names: Iterable[str]) -> bool:
+    """Whether code does more with one of some values than to count it; by names with dots, such as ``Data.scores``."""
+    leaves = {name.rpartition(".")[2] for name in names}
+    return any(uses_of(owner, name, is_variable=True, may_be_called=True).uses for name in leaves)
 
 
 def is_set_anew(owner: Any, name: str, read: frozenset[str]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_stateful.core import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
@@ -21,6 +22,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
+from lightning_stateful.user_loaders import users_loader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -253,10 +255,12 @@ def refuse_own_length(trainer: pl.Trainer, combined: CombinedLoaders) -> None:
     limit: Any = trainer.limit_train_batches
     for loader in combined.loaders.values():
         # Streams know nothing of lengths here, and one that iterates in its own way may end by itself.
-        found = loader.said_length(0) if isinstance(loader, StatefulLoader) else None
-        if found is None:
+        users: Any = users_loader(loader) if isinstance(loader, StatefulLoader) else None
+        kind = type(users)
+        own = isinstance(users, DataLoader) and kind.__len__ is not DataLoader.__len__
+        if not own or kind.__iter__ is not DataLoader.__iter__ or not isinstance(loader, StatefulLoader):
             continue
-        name, said = found
+        name, said = kind.__qualname__, loader.own_length(loader.plan(0))
         given = loader.plan(0).num_steps if loader.is_sized else UNKNOWN
         if said in (given, UNKNOWN) or (isinstance(limit, int) and limit <= min(said, given)):
             continue

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_and_defaults,
     closure_of,
+    defaults_of_class,
     is_lightnings,
     is_users,
     names_in,
@@ -37,6 +38,8 @@ _MOST_ITEMS = 2**13
 _MOST_PARTS = 64
 # Of what is compared behind every batch: datasets in one, attributes of each, items of a list, and bytes of an array.
 _MOST_DATASETS, _MOST_ATTRIBUTES, _MOST_SHOWN, _MOST_BYTES = 8, 64, 32, 2**12
+# Objects in objects.
+_MOST_NESTED = 2
 
 
 def parts_of(dataset: Any) -> list[Any]:
@@ -156,8 +159,8 @@ def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
 class HeldValues:
     """What the attributes of a dataset, and the variables outside of it that its code names, hold at one time.
 
-    Of objects it is seen when another one is set, when a list, set or dict grows or shrinks, and when a short one or a
-    small array is changed otherwise. What ``set_epoch`` sets is left out.
+    Of objects it is seen when another one is set, when a list, set or dict grows or shrinks, and when a short one, a
+    small array or an attribute of an object of the user's is changed. What ``set_epoch`` sets is left out.
 
     Args:
         dataset: The dataset.
@@ -210,7 +213,8 @@ class HeldValues:
         return changed - self._told
 
     def _now(self) -> list[dict[str, Any]]:
-        return [*(dict(vars(part)) for part in self._holders), {name: read() for name, read in self._places.items()}]
+        held = [{**defaults_of_class(part), **vars(part)} for part in self._holders]
+        return [*held, {name: read() for name, read in self._places.items()}]
 
     def _contents_now(self) -> dict[str, str]:
         if not self._in_long:
@@ -228,18 +232,31 @@ def _size_of(value: Any) -> int:
 
 
 def _items_in(held: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Of lists, sets, dicts and arrays what is in short ones, and how long others are."""
-    return {name: _items_of(value) for name, value in held.items() if type(value) in _CHANGED_IN_PLACE}
+    """Of lists, sets, dicts and arrays what is in short ones, and how long others are; and attributes of objects."""
+    return {name: _items_of(value) for name, value in held.items() if type(value) not in PLAIN}
 
 
-def _items_of(value: Any) -> list[Any]:
-    if type(value) in GROWING:
-        if len(value) > _MOST_SHOWN:
-            return [len(value)]
-        return [*value, *value.values()] if type(value) is dict else [*value]
+def _items_of(value: Any, depth: int = 0) -> list[Any]:
+    kind = type(value)
+    if kind in GROWING and len(value) > _MOST_SHOWN:
+        return [len(value)]
+    if kind in GROWING or _is_users_object(value):
+        held = value if kind in GROWING else dict(vars(value))
+        items = [*held, *held.values()] if isinstance(held, dict) else [*held]
+        inner = [item for item in items if type(item) not in PLAIN] if depth < _MOST_NESTED else []
+        return [*items, *(one for item in inner for one in _items_of(item, depth + 1))]
+    if kind not in _CHANGED_IN_PLACE:
+        return []
     if isinstance(value, torch.Tensor):
         return [digest_of_tensor(value.detach())] if is_plain_tensor(value) and value.nbytes <= _MOST_BYTES else []
     return [value.tobytes()] if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else []
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether it is an object of a user's class, which holds few attributes, and none that is looked at elsewhere."""
+    kind = type(value)
+    is_known = isinstance(value, (type, Dataset, Sampler, torch.nn.Module)) or is_lightnings(value)
+    return is_users(kind.__module__) and not is_known and 0 < len(getattr(value, "__dict__", ())) <= _MOST_ATTRIBUTES
 
 
 def _is_same(one: Any, other: Any) -> bool:

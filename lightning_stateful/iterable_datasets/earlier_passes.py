@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import FunctionType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.code_uses import uses_any_of, uses_of
 from lightning_stateful.contents.held_state import changed_names
-from lightning_stateful.generators.attributes import attributes_and_defaults
+from lightning_stateful.generators.attributes import (
+    attributes_and_defaults,
+    attributes_of,
+    closure_of,
+    function_in,
+    is_lightnings,
+)
 from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -34,6 +42,12 @@ NOT_TRIED = (
     "tried on a copy of it, {}, and its earlier passes are not begun again: the resume may not be exact. Let the order "
     'follow from set_epoch(epoch) alone, or give it state_dict and load_state_dict; accept=("nondeterministic",) is '
     "silent."
+)
+
+IN_MODULE = (
+    "reads its samples from {}, and what that changes in a pass no checkpoint has but weights and buffers. Its earlier "
+    "passes are not begun again: the resume is exact only if on_load_checkpoint of the module, or load_state_dict of a "
+    "callback, restores all that it reads."
 )
 
 
@@ -86,6 +100,9 @@ class EarlierPasses:
             if follows or why:
                 history += passes[len(history) :]
                 return [NOT_TRIED.format(why)] if why and self._config.is_checked else []
+        if len(passes) > len(history) and (source := _source_in_module(self._dataset)):
+            history += passes[len(history) :]
+            return [IN_MODULE.format(source)] if self._config.is_checked else []
         is_there, changed = history.attributes.compare(self._dataset, self._state)
         history += passes[len(history) :] if is_there else []
         return [*filter(None, (changed, outside)), *self._begin(passes[len(history) :])]
@@ -182,16 +199,26 @@ class EarlierPasses:
             is_alike = firsts == _firsts(later, epoch, len(firsts)) and stands == _generators_of(used, outside)
             moved = changed_names(values, outside.digests(of_generators=False))
             outside.restore()
-            if not is_alike or _used_apart(fresh, used) or self._uses_outside(moved):
+            if not is_alike or _used_apart(fresh, used) or uses_any_of(self._dataset, moved):
                 return False, ""
             if is_late:
                 return False, f"which took more than {_PATIENCE:.0f} s"
         return True, ""
 
-    def _uses_outside(self, names: Collection[str]) -> bool:
-        """Whether code does more with variables outside of the dataset than to count them."""
-        uses = (uses_of(self._dataset, name.rpartition(".")[2], is_variable=True, may_be_called=True) for name in names)
-        return any(use.uses for use in uses)
+
+def _source_in_module(dataset: Any) -> str:
+    """The name of a generator function of a LightningModule, or of one around it, that a dataset holds; or empty.
+
+    What it changes there is no part of the dataset, and training changes it too.
+    """
+    for part in parts_of(dataset):
+        for value in attributes_of(part).values():
+            function = function_in(value)
+            if isinstance(function, FunctionType) and inspect.isgeneratorfunction(function):
+                owner = getattr(value, "__self__", None)
+                if any(is_lightnings(one) for one in (owner, *closure_of(function).values())):
+                    return function.__qualname__
+    return ""
 
 
 def _generators_of(dataset: Any, outside: OutsideValues) -> str:

@@ -46,6 +46,7 @@ _SHAPE = {
     "slots": [Either(None, _SLOT)],
     "set?": {str: str},
     "first?": {str: str},
+    "later?": {str: str},
     "set_within?": {"within": {str: str}, "ahead": [str]},
     "alike?": [str],
     "copies?": {str: str},

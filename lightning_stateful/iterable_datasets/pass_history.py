@@ -19,7 +19,7 @@ from lightning_stateful.generators.attributes import (
     text_of_plain,
 )
 from lightning_stateful.generators.generator_states import identity_of
-from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, digest_of_dataset, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, digest_of_dataset, digests_of, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
@@ -194,7 +194,8 @@ class ChangedAttributes:
     in another order in each process.
 
     Attributes:
-        set_by_hooks: Names of attributes that something else than its passes sets: they are left out.
+        set_by_hooks: Digests of attributes that something else than its passes sets, as they were in the checkpoint:
+            these are left out, but where hooks have restored them.
 
     State:
         By ``class.attribute``: ``built``, as they were before the first pass of the run; ``begun``, before the latest
@@ -202,7 +203,7 @@ class ChangedAttributes:
     """
 
     def __init__(self) -> None:
-        self.set_by_hooks: set[str] = set()
+        self.set_by_hooks: Mapping[str, str] = {}
         self._names: set[str] = set()
         self._built: dict[str, str] | None = None
         self._begun: dict[str, str] = {}
@@ -249,10 +250,15 @@ class ChangedAttributes:
         """
         built, begun, now = state.get("built", {}), state.get("begun", {}), _digests_of_attributes(dataset)
         self._built, self._names = {**now, **built}, {*built}
-        names = sorted({*built} - self.set_by_hooks)
+        names = sorted(built.keys() - self.set_by_hooks.keys())
         there = [
             name for name in names if begun.get(name) not in (None, built[name]) and now.get(name, "") == begun[name]
         ]
+        if not state["batches"]:
+            # What training changes as well is restored as it was in the checkpoint.
+            by_both = [name for name in built if name in self.set_by_hooks and now.get(name) != built[name]]
+            held = digests_of(dataset, by_both)
+            there += [name for name in by_both if held.get(name) == self.set_by_hooks[name]]
         expected = begun if there else built
         others = [name for name in names if name not in there and now.get(name, "") != expected.get(name)]
         if not others:
@@ -279,7 +285,7 @@ class ChangedAttributes:
         if before is None:
             return []
         now = _digests_of_attributes(dataset)
-        return [name for name in sorted(self._names - self.set_by_hooks) if now.get(name) != before.get(name)]
+        return [name for name in sorted(self._names - self.set_by_hooks.keys()) if now.get(name) != before.get(name)]
 
 
 def _digests_of_attributes(dataset: Any) -> dict[str, str]:

@@ -53,7 +53,8 @@ class SetBetweenPasses:
         ``set``: by ``class.attribute``, a digest of each attribute that was set so, the same in every process;
         ``first``: one of the first value that it was set to. Of a dataset without a state of its own, or in workers,
         what was set before the first pass, as in ``on_train_start``, is there too, if samples are read by it and no
-        pass changes it.
+        pass changes it. ``later``: digests of what was set within a pass whose workers had been started before, and so
+        comes into force with the next one.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class SetBetweenPasses:
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
         self._is_within = self._is_resumed = False
-        # Of that, what is to be compared when the next pass begins.
+        # Of that, what is to be compared when the next pass begins, and what had been set for that.
         self._next: dict[str, str] = {}
+        self._later: dict[str, str] = {}
+        # Whether what is expected is of that pass.
+        self._is_next = False
         # Of that, digests from when training began, and what no hook had restored; None while nobody has looked.
         self._restored: dict[str, str] = {}
         self._as_built: set[str] | None = None
@@ -89,15 +93,16 @@ class SetBetweenPasses:
         self._stood: dict[int, str] = {}
         self._num_read = 0
 
-    def expect(self, saved: Mapping[str, str], first: Mapping[str, str], *, is_within: bool) -> None:
+    def expect(self, saved: Mapping[str, Any], *, is_within: bool) -> None:
         """Compare with a checkpoint's state when the first pass begins.
 
         Args:
-            saved: Its ``set``.
-            first: Its ``first``.
+            saved: The state, among other details.
             is_within: Whether it is of a pass that goes on, and not of one that is over.
         """
-        self._expected, self._first, self._is_within, self._as_built = dict(saved), dict(first), is_within, None
+        self._expected, self._first = dict(saved.get("set", {})), dict(saved.get("first", {}))
+        self._later, self._is_within, self._as_built = dict(saved.get("later", {})), is_within, None
+        self._is_next = False
         self._restored, self._is_resumed = {}, True
 
     def note_restored(self) -> None:
@@ -168,7 +173,9 @@ class SetBetweenPasses:
         # Of what was set before the first pass alone there is no first value.
         self._set |= {name for name in self._expected if self._first.get(name)}
         self._set_at_start |= self._expected.keys() - self._set
-        self._expected, self._next, self._as_built = self._next, {}, None
+        self._warn_of_early()
+        self._expected, self._next, self._as_built = {**self._next, **self._later}, {}, None
+        self._later, self._is_next = {}, True
         self._is_within = False
         self.note_restored()
         self._left = now if self._in_workers else None
@@ -176,6 +183,16 @@ class SetBetweenPasses:
         if self._num_read < _LOOKS_AT and not self._in_workers and self._values is None:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
             self._stood = {key: state_of_generator(one) for key, one in found.items()}
+
+    def _warn_of_early(self) -> None:
+        """Warn of what is set already, and came into force with the next epoch in the run that wrote a checkpoint."""
+        present = self._digests(self._later)
+        if early := sorted(name for name, held in self._later.items() if present[name] == held):
+            _warn(
+                f"{', '.join(early)} was set within the epoch in the run that wrote the checkpoint, when its workers "
+                "had been started, and came into force with the next one. Here workers start with it: the rest of "
+                "this epoch is not exact. Set it behind the first batch, in on_train_batch_start."
+            )
 
     def note_read(self) -> None:
         """A batch was read: at the second one loaders of validation have been built.
@@ -228,13 +245,22 @@ class SetBetweenPasses:
         Args:
             within: What attributes were when the latest pass began; else what they are now.
         """
-        found = self._expected
+        found, later = {} if within and self._is_next else self._expected, self._later
         if not found and within:
-            found = dict(self._begun_with)
+            found, later = dict(self._begun_with), self._expected | self._set_for_later()
         elif not found:
             self._compare()
             found = self._digests(self._set | (self._set_at_start or set()))
-        return {"set": found, "first": {name: self._first.get(name, "") for name in found}} if found else {}
+        state = {"set": found, "first": {name: self._first.get(name, "") for name in found}} if found else {}
+        return {**state, "later": later} if later else state
+
+    def _set_for_later(self) -> dict[str, str]:
+        """Digests of what was set since workers that end with the pass were started."""
+        if not self._in_workers or self._left is None:
+            return {}
+        now = self._held()
+        changed = changed_names(self._left, now)
+        return self._digests(changed if self._values is None else changed & self._left.keys() & now.keys())
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""

@@ -208,6 +208,7 @@ class BatchReader:
         if passes is not None and type(original)._get_iterator is DataLoader._get_iterator:
             shown = _shown_samplers(of_users, batches, cuts_samples=passes.cuts_samples)
             vars(original).update(shown, _get_iterator=partial(_begun, weakref.ref(original), sampler, watch))
+        self._users = users
         self._given_by = original if holder is None else loader_within(*holder, original)
         is_plain = users is None or type(users) is DataLoader
         # Around what runs code of the user's loader.
@@ -316,7 +317,8 @@ class BatchReader:
             is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
             of_others = None if batches.seed is None else derive_seed("beside", batches.seed, plan.epoch)
             share = self._sharing.to_copy if isinstance(self._sharing, SharedAttributes) else None
-            self._watch.begin(plan.epoch, holders, is_rest=is_rest, seed=of_others, share=share)
+            how: dict[str, Any] = {"is_rest": is_rest, "seed": of_others, "is_within": is_rest or left_out > 0}
+            self._watch.begin(plan.epoch, holders, **how, share=share, users=self._users)
         with self._sharing:
             fetch = self._fetch_from(iter(self._given_by))
         if is_own and batches.seed is not None:

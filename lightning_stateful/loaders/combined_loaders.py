@@ -380,6 +380,14 @@ class CombinedLoaders:
                 self._lengths[path] = epoch, length
         return length
 
+    def follow_lengths(self) -> bool:
+        """Plan an epoch that begins for the lengths that map-style datasets have now; whether any has changed."""
+        changed = [path for path, loader in self.loaders.items() if loader.follow_length()]
+        for path in changed:
+            for known in (self._lengths, self._plans, self._resumed_plans, self._cycle_plans):
+                known.pop(path, None)
+        return bool(changed)
+
     def keep_changes(self) -> None:
         """An epoch is cut off: what its end changes is none of what a resume within it begins with."""
         for loader in self.loaders.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -247,7 +247,30 @@ def is_lightnings(value: object) -> bool:
 def changed_since(order: BatchOrder, dataset: Any, lists: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Changes to a dataset and a user's sampler since a configuration was taken."""
     of_sampler = order.changed_settings(config) if isinstance(order, WrappedSampler) else {}
-    return {**changed_content(dataset, config, lists), **of_sampler}
+    changed = {**changed_content(dataset, config, lists), **of_sampler}
+    # As it was built: the configuration follows it.
+    built = lists.get("length") if isinstance(order, SampleBatchOrder) else None
+    return changed if built is None or len(dataset) == built else {**changed, _LENGTH: len(dataset)}
+
+
+_LENGTH = "dataset.length"
+_OF_DATASET = (PATH, _LENGTH)
+
+
+def order_of_length(order: BatchOrder, known: int | None, dataset: Any) -> SampleBatchOrder | None:
+    """The same order of all samples, in order or shuffled, where the dataset has another length by now; else None.
+
+    Args:
+        order: The order of a loader.
+        known: The samples that the dataset had; None where its length does not matter.
+        dataset: The dataset.
+    """
+    if known is None or not isinstance(order, SampleBatchOrder) or len(dataset) == known:
+        return None
+    samples = order.samples
+    if not isinstance(samples, (SequentialOrder, ShuffledOrder)) or len(samples) != known:
+        return None
+    return replace(order, samples=replace(samples, length=len(dataset)))
 
 
 def refuse_other_length(dataset: Any, length: int | None) -> None:
@@ -299,10 +322,15 @@ def warn_unless_restored(
     """
     others = [name for name, value in saved.items() if value_at(config, name) not in (None, value)]
     left = [name for name in others if name not in restored]
-    owners = [dataset if name.startswith(PATH) else getattr(order, "sampler", order) for name in left]
+    if any(name.startswith(PATH) for name in left):
+        # Which has another length for that.
+        left = [name for name in left if name != _LENGTH]
+    owners = [dataset if name.startswith(_OF_DATASET) else getattr(order, "sampler", order) for name in left]
     ways = [name.removeprefix(PATH).removeprefix("sampler").removeprefix("sequence") for name in left]
     if left:
-        names = [f"{type(owner).__qualname__}{way}" for owner, way in zip(owners, ways, strict=True)]
+        pairs = zip(owners, ways, strict=True)
+        kinds = [(type(owner).__qualname__, way) for owner, way in pairs]
+        names = [f"the length of {kind}" if way == _LENGTH else f"{kind}{way}" for kind, way in kinds]
         warnings.warn(
             f"{', '.join(dict.fromkeys(names))} had been changed in training when the checkpoint was written, and "
             "nothing had changed it again when training began here, so the resume may not be exact. If your code "

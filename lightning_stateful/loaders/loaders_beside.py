@@ -19,6 +19,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning, Unsup
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_of,
+    function_in,
     is_lightnings,
     is_users,
     named_outside,
@@ -168,10 +169,30 @@ def _each_generator_of(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
             yield ".".join(map(str, (name, *path))), state.generator
 
 
+def held_loader(iterable: Any) -> str:
+    """The attribute under which an object that is iterated holds a single DataLoader; empty if it holds none, or more.
+
+    An object with a state of its own is resumed by that, and one that holds an iterator has begun already.
+    """
+    is_plain = hasattr(type(iterable), "__iter__") and not hasattr(iterable, "__next__")
+    if isinstance(iterable, DataLoader) or not is_plain or hasattr(type(iterable), "state_dict"):
+        return ""
+    held = getattr(iterable, "__dict__", {})
+    loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
+    begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
+    return loaders[0] if len(loaders) == 1 and not begun else ""
+
+
 def named_in(holders: tuple[Any, ...]) -> dict[str, Any]:
-    """The attributes that a loader has beside those of torch's, and those of an object that holds it, by name."""
+    """The attributes that a loader has beside those of torch's, and those of an object that holds it, by name.
+
+    Of torch's there is the name of the function that collates.
+    """
     found = {}
     for number, holder in enumerate(holders):
+        if isinstance(holder, DataLoader):
+            collate = function_in(holder.collate_fn)
+            found["collate_fn"] = getattr(collate, "__qualname__", type(collate).__qualname__)
         # A copy: the loader may be read in a thread.
         for name, value in attributes_of(holder).items():
             is_torchs = isinstance(holder, DataLoader) and (name in TORCHS or name.startswith("_DataLoader__"))

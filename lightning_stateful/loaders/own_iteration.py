@@ -13,12 +13,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
-
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_stateful import state as format_
 from lightning_stateful.contents.held_state import changed_names, is_untouched, values_in
@@ -31,6 +29,7 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.generators.attributes import named_outside, places_outside
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
+from lightning_stateful.iterable_datasets.dataset_parts import names_told
 from lightning_stateful.loaders.loaders_beside import (
     LoadersBeside,
     digests_of_attributes,
@@ -41,6 +40,7 @@ from lightning_stateful.loaders.loaders_beside import (
 from lightning_stateful.sampler_copies.sampler_copy import shown
 from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.shapes import COUNT, DAMAGED, RANKS, check_shape
+from lightning_stateful.user_loaders import copied
 
 _SET = {"within": {str: str}, "ahead": [str]}
 _GIVEN = {"ranks": RANKS, "batch_size": object, "batches": COUNT, "kept": [str], "set?": _SET}
@@ -77,6 +77,9 @@ class Watch:
         self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
         self.kept: set[str] = set()
         self.set_by_others: dict[str, tuple[int, int]] = {}
+        # What its own iteration has set, and what the loader's ``set_epoch`` may set.
+        self._own: set[str] = set()
+        self._told: frozenset[str] = frozenset()
         # What a checkpoint has of such, until the first batch is asked for.
         self._expected: dict[str, Any] = {}
         self._num_passes = self._epoch = 0
@@ -101,6 +104,8 @@ class Watch:
         is_rest: bool = False,
         seed: int | None = None,
         share: Callable[[], None] | None = None,
+        users: Any = None,
+        is_within: bool = False,
     ) -> None:
         """A pass begins, over a loader or an object that holds it, and the loader.
 
@@ -110,6 +115,8 @@ class Watch:
             is_rest: Whether DataLoader reads the rest of the epoch alone.
             seed: Seeds what other loaders draw that it reads beside; None to leave their generators alone.
             share: Hands on to what is iterated what hooks have set on the user's object.
+            users: The user's object, if it is another than what is iterated.
+            is_within: Whether a resume goes on within the epoch.
         """
         self.num_read = self.num_given = 0
         self._is_rest = is_rest
@@ -125,6 +132,13 @@ class Watch:
                 self._beside = LoadersBeside(holders)
             if seed is not None:
                 self._beside.seed(holders, seed)
+            self._share()
+            found = self._found_now()
+            if self._num_passes > 1:
+                self._note_set(changed_names(self._latest, found))
+            self._latest = found
+            self._told = names_told(holders[0]) or frozenset()
+            self._tell_again(holders[0] if users is None else users, is_within)
             self._before = self._before if self._num_passes > 1 else self._found_at_pass()
 
     def note_ask(self) -> None:
@@ -135,7 +149,7 @@ class Watch:
             if self._num_passes == 1:
                 self._first = found
             else:
-                self.kept |= changed_names(self._first, found)
+                self.kept |= changed_names(self._first, found) - self._told_by_others
 
     def _found_at_pass(self) -> dict[str, str]:
         """Digests of attributes, and of what the loader's code names elsewhere, which a new loader may find otherwise.
@@ -156,8 +170,10 @@ class Watch:
     def kept_at(self, epoch: int, *, is_end: bool) -> list[str]:
         """Attributes that a new loader may have otherwise, within an epoch or at its end."""
         is_behind_first = self._num_passes == 1 and (is_end or epoch > self._epoch)
-        found = changed_names(self._before, self._found_at_pass()) if is_behind_first else set()
-        return sorted(self.kept | found)
+        if not is_behind_first:
+            return sorted(self.kept)
+        self.note_outside()
+        return sorted(self.kept | (changed_names(self._before, self._found_at_pass()) - self._told_by_others))
 
     def count(self, iterator: Any) -> Any:
         """Count what an iterator of torch reads from now on; the iterator."""
@@ -172,9 +188,10 @@ class Watch:
         self.note_ask()
         self.num_given += 1
         found = self._found_now()
-        own = changed_names(self._latest, found) if self.num_given > 1 else set[str]()
-        self.changes = self.changes or bool(own)
+        own = changed_names(self._latest, found)
+        self.changes = self.changes or bool(own and self.num_given > 1)
         # What its own iteration changes too is no setting of somebody else's.
+        self._own |= own
         self.set_by_others = {name: at for name, at in self.set_by_others.items() if name not in own}
         self._latest = found
         if self.differs:
@@ -190,8 +207,38 @@ class Watch:
         if self.num_given and not self.reads_in_thread:
             self._share()
             found = self._found_now()
-            self.set_by_others |= dict.fromkeys(changed_names(self._latest, found), (self._epoch, self.num_given))
+            self._note_set(changed_names(self._latest, found))
             self._latest = found
+
+    def _note_set(self, names: Collection[str]) -> None:
+        self.set_by_others |= dict.fromkeys(names, (self._epoch, self.num_given))
+
+    @property
+    def _told_by_others(self) -> set[str]:
+        """What hooks alone set, by the loader's ``set_epoch``: a resume tells it again."""
+        return (self.set_by_others.keys() & self._told) - self._own
+
+    def _tell_again(self, users: Any, is_within: bool) -> None:
+        """Tell a loader the epoch by its ``set_epoch`` on a resume, where that restores what hooks had told it.
+
+        Lightning does not call their ``on_train_epoch_start`` in the middle of an epoch.
+        """
+        expected = {name: held for name, held in self._expected.get("within", {}).items() if name in self._told}
+        if not expected or self._digests(expected) == expected:
+            return
+        for epoch in (self._epoch, self._epoch - 1):
+            probe = copied(users)
+            with suppress(Exception):
+                probe.set_epoch(epoch)
+                held = {name: portable_digest(value) for name, value in named_in((probe,)).items()}
+                if expected.items() <= held.items():
+                    users.set_epoch(epoch if is_within else self._epoch)
+                    self._share()
+                    self._latest = self._found_now()
+                    if not is_within:
+                        within = self._expected["within"]
+                        self._expected = {**self._expected, "within": within | self._digests(expected)}
+                    return
 
     def set_at(self, epoch: int, num_given: int) -> dict[str, Any]:
         """What a state has of attributes that something else has set; empty if there are none.
@@ -451,17 +498,3 @@ class OwnTracker(Tracker):
             StatefulWarning,
             stacklevel=4,
         )
-
-
-def held_loader(iterable: Any) -> str:
-    """The attribute under which an object that is iterated holds a single DataLoader; empty if it holds none, or more.
-
-    An object with a state of its own is resumed by that, and one that holds an iterator has begun already.
-    """
-    is_plain = hasattr(type(iterable), "__iter__") and not hasattr(iterable, "__next__")
-    if isinstance(iterable, DataLoader) or not is_plain or hasattr(type(iterable), "state_dict"):
-        return ""
-    held = getattr(iterable, "__dict__", {})
-    loaders = [name for name, value in held.items() if isinstance(value, DataLoader)]
-    begun = any(isinstance(value, _BaseDataLoaderIter) for value in held.values())
-    return loaders[0] if len(loaders) == 1 and not begun else ""

@@ -29,8 +29,7 @@ from lightning_stateful.loaders.description import (
     only_cuts,
     without_lightnings,
 )
-from lightning_stateful.loaders.loaders_beside import warn_of_held_loaders
-from lightning_stateful.loaders.own_iteration import held_loader
+from lightning_stateful.loaders.loaders_beside import held_loader, warn_of_held_loaders
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_generators, generators_in
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -161,7 +160,7 @@ def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
         UnsupportedLoaderError: It keeps an iterator of torch's for itself.
     """
     # A trainer was given a proxy in place of one of its loaders.
-    loader = without_repeats(loader.loader if is_proxy(loader) else loader)
+    loader = without_repeats(loader.stateful_loader if is_proxy(loader) else loader)
     if exact or not (held := held_loader(loader)) or isinstance(getattr(loader, held).dataset, IterableDataset):
         return loader, None
     return without_repeats(getattr(loader, held)), (loader, held)
@@ -394,7 +393,7 @@ _HELD = {"CombinedLoader": "iterables", "_FabricDataLoader": "_dataloader"}
 def _leaves(loaders: Any) -> Iterator[object]:
     """The loaders in a structure, without the wrappers of Fabric and of the callback."""
     if is_proxy(loaders):
-        yield loaders.loader
+        yield loaders.stateful_loader
     elif is_lightnings(loaders) and (held := _HELD.get(type(loaders).__name__)):
         yield from _leaves(getattr(loaders, held))
     elif isinstance(loaders, (Mapping, list, tuple)):

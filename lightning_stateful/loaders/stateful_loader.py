@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_stateful.loaders.description import (
     changed_in_state,
     changed_since,
     describe_loader,
+    order_of_length,
     refuse_other_length,
     users_own,
     warn_unless_restored,
@@ -199,14 +201,17 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self._track(order, dict.fromkeys([*description.accept, *settings.accept]), original)
         # A wrapped sampler looks at the dataset's length itself.
         self._length = len(dataset) if isinstance(dataset, Sized) and not isinstance(order, WrappedSampler) else None
+        self._lists["length"] = self._length
         if isinstance(loader, StatefulLoader):
             if loader.tracker.skipping is not None and not settings.exact:
                 self.tracker.skipping = loader.tracker.skipping.fresh()
             # What a subclass of StatefulLoader has beside.
             vars(self).update({name: value for name, value in vars(loader).items() if name not in vars(self)})
         users = users_loader(loader) if isinstance(loader, StatefulLoader) else original
-        users = users if self._holder is None else self._holder[0]
-        self._users: Any = users if is_read else None
+        if self._holder is not None:
+            users = self._holder[0] if is_read else copy.copy(self._holder[0])
+            self._holder = users, self._holder[1]
+        self._users: Any = users if is_read or self._holder is not None else None
         self._original: DataLoader[Any] = copied(original)
         if self._holder is None:
             SharedAttributes(users, self._original).to_copy()
@@ -226,7 +231,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self._lists: dict[str, Any] = {}
         self.tracker.changed = partial(changed_in_state, order, self.dataset, self._lists)
         if isinstance(self.tracker, OwnTracker) and self._watch is not None:
-            self.tracker.watch, self.tracker.length_of = self._watch, self._own_length
+            self.tracker.watch, self.tracker.length_of = self._watch, self.own_length
             self.tracker.batch_size = description.batch_size
         size, drop_last = description.batch_size, description.drop_last
         whole, samplers = description.has_whole_batches, (original.sampler, original.batch_sampler)
@@ -276,11 +281,6 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             )
         return ""
 
-    @property
-    def progress(self) -> Progress:
-        """The progress of a model that has been trained on all batches handed over."""
-        return self.tracker.progress
-
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank: of the one begun last, or chosen since, also when it is resumed.
 
@@ -289,6 +289,19 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """
         # Of a sampler without len() no epoch is asked, nor is it told one.
         return known_steps(self.plan(self.tracker.latest_epoch) if self.is_sized else None)
+
+    def follow_length(self) -> bool:
+        """See :meth:`TrackedLoader.follow_length`."""
+        # Of several ranks nobody knows whether each has that length.
+        known, dataset = self._length if self.topology.num_replicas == 1 else None, vars(self)["dataset"]
+        order = order_of_length(self.order, known, dataset)
+        if order is None:
+            return False
+        own, self._length = order_of_length(self.description.order, known, dataset), len(dataset)
+        self.description = self.description._replace(order=own or order)
+        self.tracker.plan_by(order, self.description.config(order, dataset))
+        self.tracker.changed = partial(changed_in_state, order, dataset, self._lists)
+        return True
 
     def begin_in(self, epoch: int) -> None:
         """Begin with an epoch, as a loader that is built anew in training; others begin with the first."""
@@ -322,10 +335,6 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         return _LoaderIterator(self)
-
-    def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
-        """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
-        return self.tracker.plan_epoch(epoch, progress)
 
     def report_of(self, plan: EpochPlan, steps: int) -> dict[str, Any]:
         """Counts of what the epoch has served after some steps of a plan, packed documents among them."""
@@ -386,13 +395,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self._reader.keep_indices()
         return self._reader
 
-    def said_length(self, epoch: int) -> tuple[str, int] | None:
-        """The user's DataLoader class with its own ``__len__``, and what that says of an epoch; None without one."""
-        kind: Any = type(self._original)
-        is_own = kind.__len__ is not DataLoader.__len__ and kind.__iter__ is DataLoader.__iter__
-        return (kind.__qualname__, self._own_length(self.plan(epoch))) if is_own else None
-
-    def _own_length(self, plan: EpochPlan) -> int:
+    def own_length(self, plan: EpochPlan) -> int:
         """Batches that the user's loader says it gives of a plan."""
         if self._holder is None and type(self._original).__len__ is DataLoader.__len__:
             return plan.num_steps
@@ -472,6 +475,8 @@ class _LoaderIterator:
             self._loader.compare_ranks()
             # Tells a sampler the epoch that comes, which its len() may follow from.
             self._may_be_over = self._tracker.progress.consumed > 0
+            if not self._may_be_over:
+                self._loader.follow_length()
             self._loader.warn_unless_restored()
             if isinstance(self._loader.order, WrappedSampler):
                 self._loader.order.memory.note_user(None)

@@ -149,11 +149,6 @@ def num_started(trainer: pl.Trainer | None) -> int:
     return int(batch.started) if trainer else 0
 
 
-def is_refused(trainer: pl.Trainer, started: int) -> bool:
-    """Whether a batch, before which so many were started, has not been: ``on_train_batch_start`` has returned -1."""
-    return num_started(trainer) == started
-
-
 def step_is_beyond_epoch(trainer: pl.Trainer, step: int) -> bool:
     """Whether the (limited) epoch has no such step."""
     return step >= trainer.fit_loop.max_batches
@@ -237,6 +232,12 @@ def _set_up_epoch(trainer: pl.Trainer) -> None:
     type(fit_loop).setup_data(fit_loop)
     fit_loop.epoch_loop._before_hooks = process_states()
     vars(fit_loop.epoch_loop).pop("_ended_early", None)
+    take_over_lengths(trainer)
+
+
+def take_over_lengths(trainer: pl.Trainer) -> None:
+    """Tell Lightning how many batches loaders have now, as its ``setup_data`` does when it builds them."""
+    fit_loop: Any = trainer.fit_loop
     combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
     if combined is None or fit_loop.max_batches == float("inf"):
         return

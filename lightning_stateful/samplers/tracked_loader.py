@@ -11,6 +11,7 @@ from lightning_stateful.core.skip import Skip, as_skip
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.samplers.skipping import Skipping
 from lightning_stateful.samplers.tracker import Tracked
+from lightning_stateful.user_loaders import has_of_its_own, users_loader
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,15 @@ class TrackedLoader(Tracked):
     is_map_style: ClassVar[bool] = False
     seed_samples: bool
 
+    def set_epoch(self, epoch: int) -> None:
+        """As :meth:`Tracked.set_epoch`; a user's loader with such a method, or an attribute ``epoch``, is told too."""
+        super().set_epoch(epoch)
+        users = users_loader(self)
+        if has_of_its_own(users, "set_epoch"):
+            users.set_epoch(epoch)
+        elif has_of_its_own(users, "epoch"):
+            users.epoch = epoch
+
     def leave_out(self, skip: Any) -> None:
         """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them.
 
@@ -72,6 +82,22 @@ class TrackedLoader(Tracked):
     @property
     def may_change_length(self) -> bool:
         """Whether the length of an epoch may still change before it begins, as that of a user's sampler."""
+        return False
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of a model that has been trained on all batches handed over."""
+        return self.tracker.progress
+
+    def plan(self, epoch: int, progress: Progress | None = None) -> EpochPlan:
+        """Plan an epoch, or the rest of it, for the present number of ranks; the loader stays where it is."""
+        return self.tracker.plan_epoch(epoch, progress)
+
+    def follow_length(self) -> bool:
+        """Plan the epochs that have not begun for the length that the dataset has now; whether that has changed.
+
+        As with torch, whose samplers of all samples ask for it in each pass.
+        """
         return False
 
     @property

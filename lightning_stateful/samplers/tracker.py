@@ -146,6 +146,10 @@ class Tracker:
             known = self._known_plan = (progress, epoch, ranks, plan)
         return known[3]
 
+    def plan_by(self, order: BatchOrder, config: Mapping[str, Any]) -> None:
+        """Plan by another order of the same kind from now on."""
+        self.order, self.config, self._known_plan = order, _checked_config(order, config), None
+
     def without_skipped(self, plan: Any, epoch: int, progress: Progress | None) -> Any:
         """A plan of the order without what is to be left out; that plan itself where this is nothing."""
         if self.skipping is None:
@@ -436,7 +440,7 @@ class Tracked:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self.tracker.set_epoch(epoch)
+        self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass begin with ``epoch``; with the rest of it, if a state within it was loaded since."""

@@ -316,8 +316,7 @@ class IterableOrder(StreamReader):
             self._set_draws(progress.details.get("alike", ()))
         self._moves_to, self._is_restored = (progress.epoch, progress.consumed), True
         if self._watch is not None:
-            saved, first = progress.details.get("set", {}), progress.details.get("first", {})
-            self._watch.expect(saved, first, is_within=progress.consumed > 0)
+            self._watch.expect(progress.details, is_within=progress.consumed > 0)
         if self._within is not None:
             self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
@@ -327,7 +326,7 @@ class IterableOrder(StreamReader):
         by_hooks = {**progress.details.get("set_within", {}).get("within", {}), **set_between}
         self.settings = replace(self.settings, set_by_hooks=dict(sorted(by_hooks.items())))
         if self._attributes is not None:
-            self._attributes.set_by_hooks = {*by_hooks}
+            self._attributes.set_by_hooks = by_hooks
         if self._copies is not None and (progress.epoch or progress.consumed):
             self._copies.expect(progress.details.get("copies", {}))
 

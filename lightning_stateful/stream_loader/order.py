@@ -169,8 +169,7 @@ class StreamOrder(StreamReader):
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
         if self._watch is not None:
-            saved, first = progress.details.get("set", {}), progress.details.get("first", {})
-            self._watch.expect(saved, first, is_within=progress.consumed > 0)
+            self._watch.expect(progress.details, is_within=progress.consumed > 0)
 
     def number_samples(self) -> None:
         """Let batches say the numbers of their samples, unless workers have the settings already."""

@@ -33,6 +33,7 @@ _SHAPE = {
     # What hooks have set, see SetBetweenPasses.
     "set?": {str: str},
     "first?": {str: str},
+    "later?": {str: str},
 }
 
 

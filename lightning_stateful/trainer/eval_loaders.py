@@ -19,8 +19,8 @@ from lightning_stateful.loaders.patching import AnyLoader, length_of
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import build_alike, deals_out, own_rank, topology_of
-from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
-from lightning_stateful.trainer.train_loaders import Settings, name_of
+from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure, name_of
+from lightning_stateful.trainer.train_loaders import Settings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
@@ -48,10 +48,10 @@ def exact_evaluation(trainer: pl.Trainer, request: Callable[[], Any], settings: 
     structure = build_alike(trainer, build, _lengths, f"the {stage} data")
     for path, proxy in structure.loaders.items():
         # The same on all ranks, which have to hear of each other what only some of them can try.
-        if isinstance(proxy, LoaderProxy) and _serves_pairs(proxy.loader):
-            fails = not _can_serve_pairs(proxy.loader)
+        if isinstance(proxy, LoaderProxy) and _serves_pairs(proxy.stateful_loader):
+            fails = not _can_serve_pairs(proxy.stateful_loader)
             if trainer.strategy.reduce_boolean_decision(fails, all=False):
-                _repeat_instead(proxy.loader, name_of(stage, path))
+                _repeat_instead(proxy.stateful_loader, name_of(stage, path))
     return structure.rebuilt(structure.loaders)
 
 
@@ -101,11 +101,11 @@ def _repeat_instead(loader: Any, where: str) -> None:
 def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
     described: dict[str, dict[str, Any]] = {}
     for path, proxy in structure.loaders.items():
-        if not isinstance(proxy, LoaderProxy) or proxy.loader.own_rank is not None:
+        if not isinstance(proxy, LoaderProxy) or proxy.stateful_loader.own_rank is not None:
             # As Lightning has it, ranks may take unequal steps through data of their own.
             continue
-        described[path] = {"length": length_of(proxy.loader)}
-        if begins := proxy.loader.tracker.config.get("sequence"):
+        described[path] = {"length": length_of(proxy.stateful_loader)}
+        if begins := proxy.stateful_loader.tracker.config.get("sequence"):
             described[path]["begins"] = begins
     return described
 
@@ -149,5 +149,6 @@ def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Se
 
 def _locate(trainer: pl.Trainer, loader: AnyLoader) -> tuple[EpochPlan, int] | None:
     # Randomness and, if the loader shuffles, its order follow the training epoch, as a plain loader's would.
+    loader.follow_length()
     plan = loader.plan(trainer.current_epoch)
     return (plan, 0) if plan.num_steps else None

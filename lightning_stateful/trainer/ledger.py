@@ -25,7 +25,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, LedgerFile, Part, as_items
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import is_refused, next_step, num_started
+from lightning_stateful.loops.loop_progress import next_step, num_started
 from lightning_stateful.loops.ranks import gathered, topology_of
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_nodes.nodes import Shards
@@ -225,7 +225,7 @@ class LedgerWriter:
             return
         began, parts = time.perf_counter() - self._began_at, chain.from_iterable(fetched.parts.values())
         self._begun = begun = Batch(*next_step(trainer), tuple(parts), began, fetched.waited)
-        self._is_refused = partial(is_refused, trainer, num_started(trainer))
+        self._is_refused = partial(_is_refused, trainer, num_started(trainer))
         self._write(lambda file: file.add(begun))
         if self._has_peers:
             # Once all ranks have given their gradients, rank 0 may save while another is killed in the same batch.
@@ -357,3 +357,8 @@ def _part_of(trainer: pl.Trainer) -> str:
     """A part of the file's name that tells processes apart which share a data-parallel rank."""
     topology = topology_of(trainer)
     return "" if trainer.world_size == topology.num_replicas else f"-process-{trainer.global_rank:05}"
+
+
+def _is_refused(trainer: pl.Trainer, started: int) -> bool:
+    """Whether a batch, before which so many were started, has not been: ``on_train_batch_start`` has returned -1."""
+    return num_started(trainer) == started

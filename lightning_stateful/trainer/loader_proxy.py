@@ -43,6 +43,7 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.told_samplers import RECORDS, ToldSamplers, shown_in_place
+from lightning_stateful.user_loaders import TORCHS, has_of_its_own, users_loader
 
 Request = Callable[[], Any]
 
@@ -227,7 +228,7 @@ def _advise(trainer: pl.Trainer, loaders: Any, name: str) -> None:
     """Give Lightning's advice on workers, which it has for a DataLoader only."""
     for proxy in Structure.of(loaders).loaders.values():
         if isinstance(proxy, LoaderProxy):
-            _worker_check(trainer, proxy.original, name)
+            _worker_check(trainer, proxy.users_loader, name)
 
 
 def _end_workers(combined: CombinedLoader | None) -> None:
@@ -284,11 +285,11 @@ class LoaderProxy:
             it, as a hook that looks at a batch; :data:`LATER` if the loop reads again before it trains; or None.
 
     Attributes:
-        loader: The loader.
-        original: The user's loader.
+        stateful_loader: The loader.
+        users_loader: The user's loader.
         starts_early: As the argument.
         num_handed: Batches that the latest pass has handed over.
-        waited: Seconds that the latest batch took to come.
+        seconds_waited: Seconds that the latest batch took to come.
     """
 
     is_proxy = True
@@ -314,12 +315,13 @@ class LoaderProxy:
         note: Callable[[EpochPlan, int, Any], None] | None = None,
         aside: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
-        self.original = loader if original is None else getattr(original, "original", original)
-        self._shown = shown_in_place(loader, self.original, overfits=overfits, is_dealt_out=is_dealt_out)
+        self.stateful_loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
+        users: Any = loader if original is None else original
+        self.users_loader: Any = users.users_loader if isinstance(users, LoaderProxy) else users
+        self._shown = shown_in_place(loader, self.users_loader, overfits=overfits, is_dealt_out=is_dealt_out)
         self._given, self._told = _arguments_of(self._shown), ToldSamplers(getattr(loader, "order", None))
         self._locate, self._aside, self._after_read = locate, aside, after_read
-        self._isolated, self._note, self.waited = isolated, note, 0.0
+        self._isolated, self._note, self.seconds_waited = isolated, note, 0.0
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
         self._ignored = ""
@@ -334,9 +336,13 @@ class LoaderProxy:
 
     def changed_arguments(self) -> list[str]:
         """Arguments of the user's loader or its batch sampler that were set since the latest call, in vain."""
-        now = _arguments_of(self._shown)
+        now, loader = _arguments_of(self._shown), self.stateful_loader
         changed = [name for name, value in self._given.items() if now.get(name, value) is not value]
         self._given = now
+        if "collate_fn" in changed and loader.is_map_style and users_loader(loader) is self.users_loader:
+            # Lightning alone would read with the user's object.
+            loader.collate_fn = now["collate_fn"]
+            changed.remove("collate_fn")
         return changed
 
     def __iter__(self) -> Iterator[Any]:
@@ -361,14 +367,14 @@ class LoaderProxy:
             return None
         plan: Any  # a stream's loader reads plans of its own kind
         plan, step = found
-        return plan, step, self.loader.batches(plan, step, isolated=self._isolated)
+        return plan, step, self.stateful_loader.batches(plan, step, isolated=self._isolated)
 
     def _batches(self, made: Callable[[], Any], begun: tuple[Any, int, Iterator[Any]] | None) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
         if begun is None and self._aside is not None and (beside := self._aside(made())) is not None:
             # Nothing of it is trained on, and so nothing is counted.
-            yield from [LATER] if beside is LATER else self.loader.batches(*beside, isolated=True)
+            yield from [LATER] if beside is LATER else self.stateful_loader.batches(*beside, isolated=True)
             return
         asked = time.perf_counter()
         # Neither could be pickled with the trainer.
@@ -378,11 +384,11 @@ class LoaderProxy:
             return
         plan, step, read = begun
         if "batch_sampler" in vars(self):
-            batches = plan.batches(self.loader.topology.rank, step)
+            batches = plan.batches(self.stateful_loader.topology.rank, step)
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
         for batch in read:
-            self.waited = time.perf_counter() - asked
+            self.seconds_waited = time.perf_counter() - asked
             if isinstance(batch, FailedBatch):
                 raise batch.error
             if self._note is not None:
@@ -399,15 +405,21 @@ class LoaderProxy:
 
     def __len__(self) -> int:
         # A loader whose length is not known has to say so itself.
-        return self._length() if self._length is not None and self.loader.is_sized else len(self.loader)
+        return (
+            self._length() if self._length is not None and self.stateful_loader.is_sized else len(self.stateful_loader)
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What a user's loader has of its own is set there, as hooks set it on ``trainer.train_dataloader``.
+        # What hooks set on ``trainer.train_dataloader`` is set on a user's loader, also under names of this package's.
         is_own = "_is_made" not in vars(self) or name in vars(self) or hasattr(LoaderProxy, name)
-        if is_own or type(self.original) is DataLoader or not hasattr(self.original, name):
+        users = None if is_own else users_loader(self.stateful_loader)
+        if not is_own and name in TORCHS:
+            # As torch has it: in force from the next pass on, or an error. Of a stream it is set in vain.
+            setattr(self.stateful_loader if self.stateful_loader.is_map_style else self.users_loader, name, value)
+        elif is_own or type(users) is DataLoader:
             super().__setattr__(name, value)
         else:
-            setattr(self.loader, name, value)
+            setattr(users, name, value)
 
     def __getattr__(self, name: str) -> Any:
         of_user = name in ("sampler", "batch_sampler") or name.startswith(RECORDS)
@@ -416,16 +428,19 @@ class LoaderProxy:
         if name == "sampler" and pl.__version__ < "2.6" and not _has_sampler(self._shown):  # type: ignore[attr-defined]  # not exported
             # Where there is a sampler, Lightning 2.5 looks for one in the batch sampler too.
             raise AttributeError("This loader's batch sampler has no sampler of its own.")
-        return self._told.found(name, getattr(self._shown, name)) if of_user else getattr(self.loader, name)
+        if of_user:
+            return self._told.found(name, getattr(self._shown, name))
+        users = users_loader(self.stateful_loader)
+        return getattr(users if has_of_its_own(users, name) else self.stateful_loader, name)
 
     @property
     def _iterator(self) -> Any:
         """Persistent workers, which Lightning ends here after training."""
-        return self.loader._iterator
+        return self.stateful_loader._iterator
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        self.loader._iterator = iterator
+        self.stateful_loader._iterator = iterator
         self._end_filter()
 
     def end_workers(self) -> None:
@@ -438,11 +453,11 @@ class LoaderProxy:
     @property
     def worker_init_fn(self) -> Any:
         """The loader's; ``seed_everything(workers=True)`` sets it here."""
-        return self.loader.worker_init_fn
+        return self.stateful_loader.worker_init_fn
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
-        self.loader.worker_init_fn = function
+        self.stateful_loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position travels in the state of the data module or callback. Without this Lightning warns."""
@@ -475,3 +490,8 @@ class _ProxyIterator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)
+
+
+def name_of(stage: str, path: str) -> str:
+    """The name of a loader in errors and warnings."""
+    return f"the {stage} loader {path!r}" if path else f"the {stage} loader"

@@ -16,7 +16,7 @@ from lightning_stateful.data_checks.batch_content import BatchContent
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.loaders.own_iteration import held_loader
+from lightning_stateful.loaders.loaders_beside import held_loader
 from lightning_stateful.loaders.patching import (
     AnyLoader,
     build_patched,
@@ -43,6 +43,7 @@ from lightning_stateful.trainer.loader_proxy import (
     discard_training_loaders,
     in_hook,
     is_iterated_by_loop,
+    name_of,
     refuse_no_loaders,
     request_training_loaders,
 )
@@ -149,9 +150,8 @@ class TrainLoaders:
             {path: self._build_patched(loader, path) for path, loader in structure.loaders.items()},
             structure.mode or "max_size_cycle",
         )
-        # By path: batches of an epoch, as last said.
+        # By path: batches of an epoch, as last said, and the step at which the latest pass over the loader began.
         self._said_lengths: dict[str, int] = {}
-        # Likewise: the step at which the latest pass over the loader began.
         self._first_steps: dict[str, int] = {}
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
@@ -253,9 +253,14 @@ class TrainLoaders:
         loop_progress.follow_lengths(self._trainer)
         loop_progress.call_before_epochs(self._trainer, partial(self.content.note_before_epoch, self._trainer))
         loop_progress.call_before_epochs(self._trainer, self.combined.end_awaiting)
+        loop_progress.call_before_epochs(self._trainer, self._follow_lengths)
         say_at_start(self._trainer, self.combined, self._next_step()[0])
         odd_datasets.warn_of_old_copies(self.combined)
         odd_datasets.warn_of_reading_ahead(self._trainer, self.combined, self._next_step()[1])
+
+    def _follow_lengths(self) -> None:
+        if self._training_began and self._next_step()[1] == 0 and self.combined.follow_lengths():
+            loop_progress.take_over_lengths(self._trainer)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The settings that have to be equal on all ranks, by the path of the loader."""
@@ -342,11 +347,8 @@ class TrainLoaders:
     def _prepare(self) -> None:
         steps = self.num_batches(epoch := self._next_step()[0])
         for path, loader in self.combined.loaders.items():
-            if (
-                loader.goes_on_behind_limit
-                and steps < self.combined.num_batches(epoch)
-                and not loop_progress.overfits(self._trainer)
-            ):
+            is_cut = loader.goes_on_behind_limit and steps < self.combined.num_batches(epoch)
+            if is_cut and not loop_progress.overfits(self._trainer):
                 say_cut(loader, name_of("training", path), steps)
             loader.prepare(
                 f"training data {path}",
@@ -401,7 +403,7 @@ class TrainLoaders:
         if self._notes_content:
             self.content.note(path, plan, step, batch, self._next_step)
         if self._ledger.is_on:
-            loader, waited = self.combined.loaders[path], self._proxies[path].waited
+            loader, waited = self.combined.loaders[path], self._proxies[path].seconds_waited
             # Of what is left out on all ranks one writes.
             left_out = None if topology_of(self._trainer).rank else left_out_at(plan, step)
             self._ledger.note(path, loader, plan.progress_after(0), batch, waited, left_out)
@@ -429,12 +431,12 @@ class TrainLoaders:
 
     def _locate(self, path: str) -> tuple[EpochPlan, int] | None:
         """The plan of a loader and the step of it that come next; None where its epoch has no further step."""
+        odd_datasets.warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         if self._training_began and self._compare is not None:
             compare, self._compare = self._compare, None
             compare()
         if self._notes_content:
             self.content.note_begin(path)
-        odd_datasets.warn_of_changed_arguments(self._proxies[path].changed_arguments(), name_of("training", path))
         epoch, step = self._next_step()
         self._first_steps[path], resumed = step, self._resumed_at
         # An epoch that had ended before it was resumed has no further batch, even if its length is not known. The rest
@@ -443,6 +445,7 @@ class TrainLoaders:
             return None
         begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
         self._pass_seeds.begin(self.combined, path, epoch, begun=begun)
+        self._follow_lengths()
         plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None
 
@@ -486,15 +489,10 @@ def refuse_other_loaders(trainer: pl.Trainer, loaders: TrainLoaders | None) -> N
     in_use = trainer.train_dataloader
     found = [] if in_use is None else list(Structure.of(in_use).loaders.values())
     expected = None if loaders is None else list(loaders.combined.loaders.values())
-    if not is_patched(found) or [proxy.loader for proxy in found] != expected:
+    if not is_patched(found) or [proxy.stateful_loader for proxy in found] != expected:
         names = ", ".join(type(loader).__qualname__ for loader in found) or "nothing"
         raise ConfigurationError(
             f"Lightning is about to train on loaders that are not the callback's ({names}): something has replaced "
             "them, or where they come from, after they were set up, and a resume would not be exact. Leave "
             "trainer.fit_loop's loaders alone, and let train_dataloader return what is to be trained on."
         )
-
-
-def name_of(stage: str, path: str) -> str:
-    """The name of a loader in errors and warnings."""
-    return f"the {stage} loader {path!r}" if path else f"the {stage} loader"

@@ -14,8 +14,7 @@ from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.fingerprint import without_fingerprint
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
-from lightning_stateful.trainer.loader_proxy import Structure
-from lightning_stateful.trainer.train_loaders import name_of
+from lightning_stateful.trainer.loader_proxy import Structure, name_of
 
 
 class ValidationData:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy
+from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, surroundings_of
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -104,3 +104,20 @@ def put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
 def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
     """Every one of the passes that a state has."""
     return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]
+
+
+def contents_of(order: UserSampler, own: str, known: dict[int, str]) -> tuple[str, dict[str, str]]:
+    """Digests of what a sampler holds, and of what else may decide what it yields beside its earlier passes, by name.
+
+    Args:
+        order: The sampler.
+        own: The digest of what it holds.
+        known: As for :func:`surroundings_of`.
+    """
+    if order.is_known:
+        return "", {name: repr(value) for name, value in order.parameters().items()}
+    if not order.facts.remembers or order.facts.is_harmless:
+        return own, surroundings_of(order.sampler, order.dataset, known)
+    # Its passes change its own lists, but not those of a copy from before them.
+    of = order.sampler if order.facts.fresh is None else order.facts.fresh
+    return "", surroundings_of(of, order.dataset, known)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from lightning_stateful.errors import ConfigurationError, UnsupportedLoaderError
+from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.generators.attributes import len_only_reads
 from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.sampler_copies.sampler_copy import (
@@ -46,6 +46,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     copy_as_now,
     fresh_copy,
     reads_training,
+    refuse_wrong_length,
 )
 
 # Seconds to the first items that are too much for each save.
@@ -80,6 +81,8 @@ def _facts_of(
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
         why = "it holds an iterator, a file or an object that cannot be copied"
+        if order.cuts_samples and hasattr(type(order.sampler), "__next__"):
+            raise UnsupportedLoaderError(f"{order.name}: {why}, so nobody can tell whether it" + _BEGINS_ANEW)
         return SamplerFacts(error=why, remembers=True, draws_in_len=True)
     facts, known = SamplerFacts(), dict[int, str]()
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
@@ -98,6 +101,8 @@ def _facts_of(
     def note_told() -> None:
         nonlocal before
         facts.told_in, before = time.perf_counter() - started, contents()
+        if order.has_set_epoch and facts.says is not None and _is_length_seen(order, tried.sampler):
+            facts.says = order.length_of(tried.sampler)
         facts.told = _held_when_told(order, tried)
 
     try:
@@ -116,7 +121,7 @@ def _facts_of(
             # A plan that somebody has asked for before is there until the end of a pass.
             again = partial(fresh, sampler=tried.sampler)
             _ask_for_length(order, again(), facts, again)
-    _refuse_wrong_length(order, facts)
+    refuse_wrong_length(order, facts)
     left, ended = [looks[True]] if True in looks else [], contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
     is_unseen = copied.shares_unseen or names_unseen(order.sampler, order.dataset)
@@ -470,19 +475,6 @@ def _leads_back(fresh: Callable[[], IteratedSampler], followed: _Followed) -> bo
 def has_own_state(order: UserSampler) -> bool:
     """Whether a sampler has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(order.sampler, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
-    found, says = facts.length, facts.says
-    if found is None or says is None or found == says or (order.is_cut and found >= says):
-        return
-    saying = f"length={says} was given" if order.is_cut else f"its len() is {says}"
-    found_text = f"more than {says}" if found > says else f"only {found}"
-    raise ConfigurationError(
-        f"{order.name} yields {found_text} items in epoch 0, but {saying}. Steps and the end of an epoch follow "
-        "from that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out "
-        "where it ends."
-    )
 
 
 _BEGINS_ANEW = (

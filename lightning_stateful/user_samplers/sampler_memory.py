@@ -10,15 +10,11 @@ from functools import partial
 from itertools import repeat
 from typing import Any, TypeAlias
 
+from lightning_stateful.contents.code_uses import uses_any_of
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.generator_states import GeneratorState
-from lightning_stateful.sampler_copies.sampler_copy import (
-    Path,
-    SamplerParts,
-    digest_of_contents,
-    generators_outside,
-    surroundings_of,
-)
+from lightning_stateful.sampler_copies.sampler_copy import Path, SamplerParts, digest_of_contents, generators_outside
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers import sampler_check
 from lightning_stateful.user_samplers.earlier_passes import (
@@ -26,12 +22,14 @@ from lightning_stateful.user_samplers.earlier_passes import (
     LeftIterator,
     PassesHere,
     begin_pass,
+    contents_of,
     put_together,
     spelled_out,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.resumed_epoch import begins_as, warn_of_others
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_trial import QUICK
 
 _InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
 # The cycle of passes that something else than training begins within an epoch.
@@ -88,7 +86,7 @@ class SamplerMemory:
         self._left_with = ""
         self._left: LeftIterator | None = None  # Of the latest pass that was begun again.
         # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
-        self._contents = ("", "")
+        self._contents: tuple[str, dict[str, str]] = ("", {})
         self._in_step = CopyInStep()
         # Whether nobody has changed the sampler between its trial and its first pass.
         self._is_as_tried = False
@@ -199,7 +197,7 @@ class SamplerMemory:
         if not any(self._contents) or not self.passes:
             known: dict[int, str] = {}
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], known=known)
-            self._contents = self._contents if any(self._contents) else self._contents_of(order, now, known)
+            self._contents = self._contents if any(self._contents) else contents_of(order, now, known)
             if not self.passes and not order.is_known:
                 self._is_as_tried = now == order.facts.contents
         self.begins_as = begins_as(order, begun, is_changed=self.is_changed)
@@ -245,14 +243,18 @@ class SamplerMemory:
                     once="changed",
                 )
                 return now
-        held, self._contents = self._contents, self._contents_of(order, now, known)
+        held, self._contents = self._contents, contents_of(order, now, known)
         if held == self._contents:
             return now
         with self._as_tried():
             is_changed = self._is_changed_by_others(order, held)
         if is_changed:
+            tried, untried = (
+                "no longer yields what it did before training",
+                "may yield other items than before training",
+            )
             self.warn_once(
-                f"{order.name} no longer yields what it did before training: training, its dataset, a callback or one "
+                f"{order.name} {tried if _can_be_tried(order) else untried}: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. But for weights and buffers of the module no "
                 "checkpoint holds that, so a resume is exact only if it is set again before the first batch, in "
                 "on_train_start.",
@@ -261,17 +263,7 @@ class SamplerMemory:
         # Trying copies may have changed what they share with it.
         return ""
 
-    def _contents_of(self, order: UserSampler, own: str, known: dict[int, str]) -> tuple[str, str]:
-        """Digests of what it holds, ``own``, and of what else may decide what it yields beside its earlier passes."""
-        if order.is_known:
-            return "", repr(order.parameters())
-        if not order.facts.remembers or order.facts.is_harmless:
-            return own, repr(surroundings_of(order.sampler, order.dataset, known))
-        # Its passes change its own lists, but not those of a copy from before them.
-        of = order.sampler if order.facts.fresh is None else order.facts.fresh
-        return "", repr(surroundings_of(of, order.dataset, known))
-
-    def _is_changed_by_others(self, order: UserSampler, held: tuple[str, str]) -> bool:
+    def _is_changed_by_others(self, order: UserSampler, held: tuple[str, dict[str, str]]) -> bool:
         """Whether it yields something else than when it was tried, for another reason than its passes."""
         if order.facts.writes_files:
             return False
@@ -280,7 +272,10 @@ class SamplerMemory:
         if not order.facts.remembers:
             is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_check.holds_as_tried(order)
             return not is_as_tried and sampler_check.yields_otherwise(order)
-        if held[1] != self._contents[1] and sampler_check.yields_otherwise(order):
+        names = changed_names(held[1], self._contents[1])
+        if names and not _can_be_tried(order):
+            return uses_any_of(order.sampler, names)
+        if names and sampler_check.yields_otherwise(order):
             return True
         if held[0] == self._contents[0] or order.facts.error:
             return False
@@ -498,3 +493,8 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
 
 def _forget(memories: dict[int, Any], key: int, _: object) -> None:
     memories.pop(key, None)
+
+
+def _can_be_tried(order: UserSampler) -> bool:
+    """Whether a copy of the sampler tells what it yields now."""
+    return not order.facts.error and order.facts.seconds <= QUICK

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.generators.attributes import is_lightnings
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
@@ -354,3 +355,21 @@ def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
     with suppress(Exception):
         return iter(sampler) is sampler and hasattr(type(sampler).__iter__, "__code__") and contents() != before
     return False
+
+
+def refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
+    """Refuse a sampler that yields more or fewer items than its ``len`` says.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    found, says = facts.length, facts.says
+    if found is None or says is None or found == says or (order.is_cut and found >= says):
+        return
+    saying = f"length={says} was given" if order.is_cut else f"its len() is {says}"
+    found_text = f"more than {says}" if found > says else f"only {found}"
+    raise ConfigurationError(
+        f"{order.name} yields {found_text} items in epoch 0, but {saying}. Steps and the end of an epoch follow "
+        "from that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out "
+        "where it ends."
+    )

@@ -28,7 +28,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import PACKAGE, pl
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.ledger import LedgerWriter
-from lightning_stateful.trainer.loader_proxy import Structure
+from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
 from lightning_stateful.verify.batches import digests_of, shown
 from lightning_stateful.verify.conditions import set_num_workers
 from lightning_stateful.verify.factory import imported, made_by
@@ -217,8 +217,8 @@ class _Records(pl.LightningModule):
 
 def _facts(loader: Any) -> dict[str, Any]:
     """Facts that explain how a user's loader is resumed, as plain data."""
-    original = getattr(loader, "original", loader)
-    ours = getattr(loader, "loader", loader)
+    is_shown = isinstance(loader, LoaderProxy)
+    original, ours = (loader.users_loader, loader.stateful_loader) if is_shown else (loader, loader)
     is_map_style = isinstance(ours, StatefulLoader)
     return {
         "patched": is_patched(ours),

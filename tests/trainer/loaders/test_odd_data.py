@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from support.ledger import LedgerModel, Numbers, trained
-from support.runs import assert_resumes, numbers_module, seeded, stopped, train, train_alone
-from torch.utils.data import DataLoader
+from support.runs import assert_resumes, numbers_module, quiet_trainer, seeded, stopped, train, train_alone
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful import StatefulDataCallback, StatefulDataModule
-from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful import StatefulDataCallback, StatefulLoader
+from lightning_stateful.errors import StateMismatchError
 from lightning_stateful.loops.lightning import pl
 
 
@@ -61,25 +61,86 @@ def test_a_callback_that_was_brought_along_leaves_with_its_data_module(later: An
     assert len(trained(model.ledger)) == 3 + 11
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_list_that_has_shrunk_since_its_loader_was_built_is_refused(num_workers: int) -> None:
-    samples = [Numbers(10)[number] for number in range(10)]
+class Windows(Dataset[Any]):
+    """As many windows over a series as their width leaves."""
 
-    model, shrinks = seeded(), LambdaCallback(on_train_epoch_end=lambda *args: samples.pop())
-    make = partial(StatefulDataModule, samples, batch_size=2, num_workers=num_workers)
-    said = r"list had 10 samples when its loader was built, and has 9 now.*reload_"
-    with pytest.raises(ConfigurationError, match=said):
-        train(make, model=model, callbacks=[shrinks])
-    assert len(trained(model.ledger)) == 5
-    samples.append(samples[0])
-    train(lambda: StatefulDataModule(samples), callbacks=[shrinks], reload_dataloaders_every_n_epochs=1)
+    width = 4
+
+    def __len__(self) -> int:
+        return 24 - self.width
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.width
 
 
-def test_a_list_that_has_grown_is_served_as_it_was_with_a_warning() -> None:
-    samples = [Numbers(4)[number] for number in range(4)]
+class Records(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.trained: list[Any] = []
+        self.evaluated: list[int] = []
 
-    grows = LambdaCallback(on_train_epoch_end=lambda *args: samples.append(samples[0]))
-    with pytest.warns(
-        StatefulWarning, match="had 4 samples when its loader was built, and has 5 now. New ones are not"
-    ):
-        train(lambda: StatefulDataModule(samples), callbacks=[grows], max_epochs=2)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append([self.current_epoch, *map(torch.Tensor.tolist, batch)])
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch[0].tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit_windows(
+    by: int, hook: str, *more: Any, workers: int = 0, shuffle: bool = True, ckpt_path: Any = None, **options: Any
+) -> Any:
+    """What was trained on, and how many samples were evaluated, of windows that a hook makes wider."""
+    windows, model = Windows(), Records()
+
+    def widen(trainer: Any, module: Any) -> None:
+        windows.width = 4 + by * (trainer.current_epoch + (hook == "on_train_epoch_end"))
+
+    callbacks: Any = [LambdaCallback(**{hook: widen}), *more]
+    loaders = [
+        DataLoader(windows, batch_size=2, shuffle=shuffles, num_workers=workers) for shuffles in (shuffle, False)
+    ]
+    with_options: Any = {"max_epochs": 3, "enable_checkpointing": len(more) > 1, "num_sanity_val_steps": 0, **options}
+    quiet_trainer(*callbacks, **with_options).fit(model, *loaders, ckpt_path=ckpt_path)
+    return model.trained, len(model.evaluated)
+
+
+@pytest.mark.parametrize("by", [3, -3])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (0, False), (1, True)])
+def test_a_dataset_that_shrinks_or_grows_between_epochs_is_trained_on_whole(
+    by: int, hook: str, workers: int, shuffle: bool
+) -> None:
+    plain, evaluated = fit_windows(by, hook, workers=workers, shuffle=shuffle)
+    own, also_evaluated = fit_windows(by, hook, StatefulDataCallback(seed=0), workers=workers, shuffle=shuffle)
+    for epoch in range(3):
+        found = [sorted(index for of, ids, _ in run if of == epoch for index in ids) for run in (plain, own)]
+        # Lightning alone keeps the number of batches that it was told first.
+        assert len(found[1]) == 20 - by * epoch == len({*found[1]})
+        assert found[0] == found[1] or by < 0
+    # Which so leaves validations out.
+    assert also_evaluated >= evaluated
+    assert shuffle or own[:10] == plain[:10]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_a_resume_of_one_that_has_shrunk_is_refused_or_exact(tmp_path: Path, hook: str) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    whole, _ = fit_windows(3, hook, StatefulDataCallback(seed=0), saver)
+    path = next(tmp_path.glob("step=12*"))
+    with pytest.raises(StateMismatchError, match=r"dataset\.length: saved 17, now 20"):
+        fit_windows(3, hook, StatefulDataCallback(seed=0), ckpt_path=path)
+    assert whole
+
+
+def test_a_loop_over_a_list_that_grows_serves_it_whole() -> None:
+    samples = [0, 1, 2, 3]
+    loader = StatefulLoader(samples, batch_size=2, shuffle=True, seed=0)
+    assert sorted(torch.cat(list(loader)).tolist()) == samples
+    samples.append(4)
+    assert sorted(torch.cat(list(loader)).tolist()) == samples
+    assert loader.state_dict()["config"]["dataset"]["length"] == 5

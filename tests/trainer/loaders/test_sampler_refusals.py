@@ -220,7 +220,7 @@ def swap_within(trainer: Any) -> None:
 
 def swap_what_a_view_reads(trainer: Any) -> None:
     (view,) = trainer.fit_loop._combined_loader.flattened
-    view.loader = patch_dataloader(LOADERS["class balanced"]())
+    view.stateful_loader = patch_dataloader(LOADERS["class balanced"]())
 
 
 def replace_source(trainer: Any) -> None:

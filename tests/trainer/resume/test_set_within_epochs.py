@@ -104,7 +104,56 @@ class InEnvironment(WithLength):
         os.environ["DATA_LEVEL"] = str(level)
 
 
-OUTSIDE = [InDict, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (InList, InArray, OfClass, InEnvironment))]
+class Strength:
+    value = 0.0
+
+
+class InObject(WithLength):
+    """From an attribute of an object that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Strength()
+
+    @property
+    def level(self) -> float:
+        return self.held.value
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.held.value = level
+
+
+class InObjectInList(InObject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_in, self.held = [Strength()], None
+
+    @property
+    def level(self) -> float:
+        return self.held_in[0].value
+
+    @level.setter
+    def level(self, level: float) -> None:
+        self.held_in[0].value = level
+
+
+class InClass(WithLength):
+    """From an attribute of its class."""
+
+    of_all = 0.0
+
+    @property
+    def level(self) -> float:
+        return self.of_all
+
+    @level.setter
+    def level(self, level: float) -> None:
+        type(self).of_all = level
+
+
+RARER = (InList, InArray, OfClass, InEnvironment, InObject, InObjectInList)
+ELSEWHERE = [InDict, InClass, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARER)]
 
 
 class GivesBatches:
@@ -148,7 +197,7 @@ class Sets(pl.Callback):
 
 
 def fit(
-    kind: Any, folder: Path, step: int = 0, *, after: int = 5, restores: bool = False
+    kind: Any, folder: Path, step: int = 0, *, after: int = 5, restores: bool = False, workers: int = 0
 ) -> tuple[list[Any], list[str]]:
     """The batches, and the warnings of this package."""
     dataset, model = kind(), Records()
@@ -156,7 +205,7 @@ def fit(
     trainer = quiet_trainer(sets, StatefulDataCallback(seed=0), max_epochs=2, limit_val_batches=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loader = dataset if kind is GivesBatches else DataLoader(dataset, batch_size=2)
+        loader = dataset if kind is GivesBatches else DataLoader(dataset, batch_size=2, num_workers=workers)
         trainer.fit(model, loader, ckpt_path=folder / f"{step}.ckpt" if step else None)
     said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
     return model.trained, [one for one in said if "were read again" not in one]
@@ -182,10 +231,10 @@ def test_what_a_hook_sets_within_an_epoch_is_never_missed_in_silence(
         assert not said or "given" not in said[0]
 
 
-@pytest.mark.parametrize("kind", OUTSIDE)
-@pytest.mark.parametrize("step", [4, 6, BATCHES + 2])
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize("step", [4, 6, BATCHES, BATCHES + 2])
 @pytest.mark.parametrize("restores", [False, True])
-def test_neither_is_what_it_sets_outside_of_the_dataset(tmp_path: Path, kind: Any, step: int, restores: bool) -> None:
+def test_neither_is_what_it_sets_elsewhere(tmp_path: Path, kind: Any, step: int, restores: bool) -> None:
     kind().level = 0.0
     whole, said = fit(kind, tmp_path)
     assert not said
@@ -200,3 +249,17 @@ def test_nothing_is_kept_of_what_the_dataset_changes_itself(tmp_path: Path) -> N
     fit(Scaled, tmp_path, after=-1)
     for step in (5, BATCHES):
         assert not fit(Scaled, tmp_path, step, after=-1)[1]
+
+
+@pytest.mark.parametrize("step", [4, 6, BATCHES + 2])
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_comes_into_force_with_the_workers_of_the_next_epoch_is_not_missed(
+    tmp_path: Path, step: int, restores: bool
+) -> None:
+    whole, _ = fit(WithLength, tmp_path, workers=1)
+    assert [batch[0] >= 200 for batch in whole[5:10]] == [False, False, False, True, True]
+    resumed, said = fit(WithLength, tmp_path, step, restores=restores, workers=1)
+    early = "and came into force with the next one. Here workers start with it"
+    expected = early if restores and step == 6 else "WithLength.level was set between two epochs in the run"
+    assert (resumed != whole[step:]) == any(expected in one for one in said), said
+    assert (resumed != whole[step:]) == (step == 6 or (step > BATCHES and not restores))
