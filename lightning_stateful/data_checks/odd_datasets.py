@@ -158,12 +158,16 @@ def warn_of_reading_ahead(trainer: pl.Trainer, combined: CombinedLoaders, step: 
 
 
 def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:
-    """The nearest Trainer or LightningModule in attributes, containers and closures of an object; None without one.
+    """The nearest Trainer or LightningModule that an object holds, or its classes; None without one.
+
+    It is looked for in attributes, containers and closures.
 
     No property and no method of the objects is called. A data module is not looked into where a method of it is held
     that does not name its trainer, as a transform is.
     """
-    found = reached({"dataset": dataset}, _may_read_trainer)
+    of_classes = {name: value for kind in reversed(type(dataset).__mro__) for name, value in vars(kind).items()}
+    held = {name: value for name, value in of_classes.items() if isinstance(value, (pl.Trainer, pl.LightningModule))}
+    found = reached({"dataset": dataset, **held}, _may_read_trainer)
     return next((place.value for place in found if isinstance(place.value, (pl.Trainer, pl.LightningModule))), None)
 
 

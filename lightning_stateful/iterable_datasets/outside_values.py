@@ -55,9 +55,9 @@ class OutsideValues:
         self._objects = objects
         self._variables: dict[str, tuple[_Variable, Any]] = {}
         self._contents: dict[int, tuple[str, Any, Any]] = {}
-        # Containers that are default arguments, and names of variables of the environment.
+        # Containers that are default arguments, and variables of the environment.
         self._defaults: dict[str, tuple[FunctionType, Any]] = {}
-        self._environment: set[str] = set()
+        self._environment: dict[str, str | None] = {}
         # The dataset itself is left out, and not held: a history of its passes ends with it.
         self._kinds: set[type] = set()
         self._left_out = id(dataset)
@@ -105,7 +105,7 @@ class OutsideValues:
         for name, value in defaults_of(function).items():
             if isinstance(value, (*_BASES, np.ndarray, torch.Tensor)):
                 self._defaults[f"{function.__qualname__}.{name}"] = function, value
-        self._environment |= {*named_in_environment(function)}
+        self._environment |= {name: os.environ.get(name) for name in named_in_environment(function)}
 
     def _note_class(self, kind: type) -> None:
         is_new = kind not in self._kinds
@@ -150,6 +150,11 @@ class OutsideValues:
                 _write(at, value)
         for _, value, copied in self._contents.values():
             put_back(value, copied)
+        for name, held in self._environment.items():
+            if held is None:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != held:
+                os.environ[name] = held
 
     def digests(self, *, of_generators: bool = True) -> dict[str, str]:
         """Digests of what they are now, by name, to be compared in another process too.

@@ -75,7 +75,9 @@ class PassHistory(list[int]):
         self.attributes = ChangedAttributes()
         self.firsts: dict[str, str] = {}
         self.lasting: set[str] = set()
+        # Digests of what lies outside of the dataset, from before the first pass and before the latest one.
         self._began: dict[str, str] = {}
+        self._begun: dict[str, str] = {}
         # What the dataset held after the first batch of the pass, and the states of generators; and both before it.
         self._contents = self._drawn = self._told = ""
         self._length = -1
@@ -116,6 +118,8 @@ class PassHistory(list[int]):
     def note_begin(self, dataset: Any) -> None:
         """A pass over the dataset is about to begin, of which it was told the epoch if it has ``set_epoch``."""
         self.look_outside(dataset)
+        # Since then hooks may have set something.
+        self._begun = self._began if self.outside is None else self.outside.digests()
         self.attributes.note_begin(dataset)
         self._told = _told_apart(dataset) if is_told(dataset) and not self.begins else ""
 
@@ -172,7 +176,8 @@ class PassHistory(list[int]):
         if is_first or is_end:
             self.attributes.note(dataset, is_end=is_end)
             now = {} if outside is None else outside.digests()
-            self.moved |= {name: held for name, held in self._began.items() if now.get(name, held) != held}
+            changed = [name for name, held in self._begun.items() if now.get(name, held) != held]
+            self.moved |= {name: self._began[name] for name in changed if name in self._began}
         # Behind a state of its iterator, with which a resume goes on, there is no first batch.
         # Of one that a limit cuts nobody sees the end.
         if not self.changes and (is_first or is_end or is_early or not self._contents):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,6 +21,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning, Unsup
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_of,
+    codes_in,
     function_in,
     is_lightnings,
     is_users,
@@ -39,6 +42,7 @@ _OWN = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generato
 _LOADERS = (DataLoader, _BaseDataLoaderIter)
 # Items of a container, and bytes of an array, that are compared behind every batch.
 _MOST_SHOWN, _MOST_BYTES, _LARGE = 64, 2**14, 2**20
+_COUNTING = frozenset({"accumulate", "count", "cycle", "enumerate", "islice"})
 
 
 class LoadersBeside:
@@ -55,6 +59,8 @@ class LoadersBeside:
         found = loaders_in(*holders).values()
         self._remembering = {id(loader.sampler) for loader in found if _remembers(loader)}
         self._is_seeded = False
+        # Iterators in attributes, by name, and the epochs in which they were found first.
+        self._iterators: dict[str, tuple[Any, int]] = {}
         # On several processes one may have been seeded for each of them.
         is_alone = detect_topology(None, None).num_replicas == 1
         generators = [one for loader in found for one in _generators_of(loader).values()]
@@ -73,8 +79,16 @@ class LoadersBeside:
                     state_for(generator, derive_seed("beside", name, path, began_with)).seed(seed)
 
     def digests(self, holders: tuple[Any, ...], epoch: int) -> dict[str, str]:
-        """Digests of what they remember from pass to pass, by name."""
+        """Digests of what they remember from pass to pass, by name; and which iterators were there in earlier ones."""
         found = {}
+        for name, value in named_in(holders).items():
+            if isinstance(value, Iterator) and not isinstance(value, _BaseDataLoaderIter):
+                known, first = self._iterators.get(name, (None, epoch))
+                first = first if known is not None and known() is value else epoch
+                with suppress(TypeError):
+                    # Of few iterators there are no weak references: of generators there are.
+                    self._iterators[name] = weakref.ref(value), first
+                found[name] = str(epoch - first)
         for name, loader in loaders_in(*holders).items():
             if isinstance(loader.dataset, IterableDataset):
                 found[f"{name}.dataset"] = digest_of_contents(loader.dataset, epoch=epoch)
@@ -226,6 +240,16 @@ def _length_of(batches: Any) -> int:
     """Batches that DataLoader is asked for in a pass."""
     plan = getattr(batches.plan, "plan", batches.plan)
     return int(plan.num_steps) - int(batches.first_step)
+
+
+def counts_batches(kind: type) -> bool:
+    """Whether code of ``__iter__`` counts in variables of its own, so that a resume at the next batch counts others."""
+    code = getattr(getattr(kind, "__iter__", None), "__code__", None)
+    codes = [] if code is None else [*codes_in(code)]
+    adds = any(
+        step.opname == "BINARY_OP" and step.argrepr == "+=" for one in codes for step in dis.get_instructions(one)
+    )
+    return adds or any(name in _COUNTING for one in codes for name in one.co_names)
 
 
 def is_short(value: Any) -> bool:

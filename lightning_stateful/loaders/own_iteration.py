@@ -32,6 +32,7 @@ from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import names_told
 from lightning_stateful.loaders.loaders_beside import (
     LoadersBeside,
+    counts_batches,
     digests_of_attributes,
     is_short,
     named_in,
@@ -54,7 +55,7 @@ class Watch:
         differs: Whether it has ever given other batches than DataLoader's own, in order: more or fewer of them, some
             that it has changed, or those of a second pass. What it gives may then depend on those before.
         is_known: Whether it gave more than one batch, and never differed: at its first it might give that twice.
-        changes: Whether an attribute of the loader has changed from batch to batch.
+        changes: Whether an attribute of the loader has changed from batch to batch, or its code counts batches.
         reads_in_thread: Whether DataLoader was read in another thread than the one that takes the batches.
         reads_by_hand: Whether a sampler was iterated by hand.
         asks_length: Whether the number of batches was asked for while they were read. It is that of the whole epoch.
@@ -123,8 +124,7 @@ class Watch:
         # Batches that were read and not given yet, with what they held.
         self._ahead: deque[tuple[Any, list[Any]]] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
-        self._share = share or _nothing
-        self._thread = threading.get_ident()
+        self._share, self._thread = share or _nothing, threading.get_ident()
         if holders:
             self._num_passes += 1
             self._places = {name: read for holder in holders for name, read in places_outside(holder).items()}
@@ -133,7 +133,7 @@ class Watch:
             if seed is not None:
                 self._beside.seed(holders, seed)
             self._share()
-            found = self._found_now()
+            found, self.changes = self._found_now(), self.changes or counts_batches(type(holders[0]))
             if self._num_passes > 1:
                 self._note_set(changed_names(self._latest, found))
             self._latest = found

@@ -305,9 +305,9 @@ def digest_of_contents(
                 hashed.update(f"{array.nbytes} {crc32(held)};".encode())
         elif not isinstance(part, GENERATORS):
             for name, item in attributes_and_defaults(part).items():
-                item = None if item is dataset else item  # It may count what is read.
                 is_epoch = type(item) is int and item == epoch
-                hashed.update(f"{name}={'epoch' if is_epoch else _shown(item, of_copy)};".encode())
+                told = "epoch" if is_epoch else "" if item is dataset else _shown(item, of_copy)
+                hashed.update(f"{name}={told};".encode())
     return hashed.hexdigest()
 
 
@@ -451,8 +451,7 @@ def _all_shown(values: list[Any], of_copy: bool = False) -> str:
             return written.hex()
         plain = list(chain.from_iterable(values))
     if BUILT_IN.issuperset(map(type, plain)):
-        # Version 0 writes equal values alike.
-        return marshal.dumps(values, 0).hex()
+        return marshal.dumps(values, 0).hex()  # Version 0 writes equal values alike.
     return str([_shown(value, of_copy) for value in values])
 
 
@@ -489,7 +488,8 @@ def _shown(value: Any, of_copy: bool = False) -> str:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject and not is_mapped(value):
         some = value.flat[:: max(value.size // _SHOWN, 1)] if value.size else value
         return hex_digest(some.tobytes())
-    if type(value) in (list, tuple, dict) and len(value) <= LONG:
+    if type(value) in (list, tuple, dict, set, frozenset) and len(value) <= LONG:
+        value = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         items = [*value, *value.values()] if type(value) is dict else value
         if BUILT_IN.issuperset(map(type, items)):
             return marshal.dumps(items, 0).hex()

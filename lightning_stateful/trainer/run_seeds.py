@@ -205,6 +205,8 @@ def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> st
     if "dataset" in names and reloads_every(trainer):
         return (
             "train_dataloader is called anew for an epoch (reload_dataloaders_every_n_epochs): let the samples that it "
-            f"chooses follow from self.trainer.current_epoch, or accept the change with accept=({difference.path!r},)."
+            "chooses follow from self.trainer.current_epoch; or restore what it reads before the loaders are built, in "
+            "load_state_dict of the data module or on_load_checkpoint of the LightningModule; or accept the change "
+            f"with accept=({difference.path!r},)."
         )
     return difference.remedy

@@ -229,19 +229,19 @@ class CountsUnread(ShufflesItself):
 
 
 class ChangesLate(DataLoader[Any]):
-    """Changes the fourth batch that it reads."""
+    """Changes the batch of sample 6."""
 
     def __iter__(self) -> Any:
-        for number, batch in enumerate(super().__iter__()):
-            yield {**batch, "id": batch["id"] + 100} if number == 3 else batch
+        for batch in super().__iter__():
+            yield {**batch, "id": batch["id"] + 100} if 6 in batch["id"] else batch
 
 
 class AsksLate(DataLoader[Any]):
-    """Asks for its length at the fourth batch that it reads."""
+    """Asks for its length at the batch of sample 6."""
 
     def __iter__(self) -> Any:
-        for number, batch in enumerate(super().__iter__()):
-            yield batch if number < 3 or len(self) else None
+        for batch in super().__iter__():
+            yield batch if 6 not in batch["id"] or len(self) else None
 
 
 class Pairs(DataLoader[Any]):
@@ -270,6 +270,33 @@ class KeepsBack(DataLoader[Any]):
         for batch in batches:
             yield kept
             kept = batch
+
+
+class CountsInVariable(DataLoader[Any]):
+    """Changes batches from the fifth on, which it counts in a variable."""
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            yield batch if number < 4 else {**batch, "x": -batch["x"]}
+
+
+class KeepsGenerator(DataLoader[Any]):
+    """Goes on with a generator over epochs, of which each has one batch less than it reads."""
+
+    reading: Any = None
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+    def _read(self) -> Any:
+        while True:
+            yield from super().__iter__()
+
+    def __iter__(self) -> Any:
+        if self.reading is None:
+            self.reading = self._read()
+        for _ in range(len(self)):
+            yield next(self.reading)
 
 
 def read_ahead(batches: Any) -> Iterator[Any]:

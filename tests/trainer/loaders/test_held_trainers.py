@@ -60,6 +60,17 @@ class Keeps:
         return index
 
 
+class OfAll(Items):
+    """Has the trainer in its class."""
+
+    trainer: Any = None
+
+
+def of_class(trainer: Any) -> OfAll:
+    OfAll.trainer = trainer
+    return OfAll()
+
+
 def attached(trainer: Any) -> Data:
     data = Data()
     data.trainer = trainer
@@ -74,6 +85,7 @@ HOLDS: dict[str, Callable[[Any, Any], Any]] = {
     "method of the module": lambda trainer, module: Items(module.at),
     "method of a data module": lambda trainer, module: Items(attached(trainer).by_epoch),
     "data module": lambda trainer, module: Items(data=attached(trainer)),
+    "class": lambda trainer, module: of_class(trainer),
 }
 DOES_NOT: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda trainer, module: Items(),

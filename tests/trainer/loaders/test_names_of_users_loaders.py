@@ -181,5 +181,5 @@ def test_a_collate_fn_that_a_hook_sets_is_used_from_the_next_epoch_on(tmp_path: 
             trainer.fit(model, loader, ckpt_path=tmp_path / f"step={step}.ckpt")
             assert model.trained == trained[0][step:]
         else:
-            with pytest.raises(StateMismatchError, match="is not what it was when|collate_fn as earlier epochs"):
+            with pytest.raises(StateMismatchError, match=r"is not what it was when|collate_fn as earlier epochs"):
                 trainer.fit(model, loader, ckpt_path=tmp_path / f"step={step}.ckpt")

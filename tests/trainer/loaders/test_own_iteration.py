@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:InBackground reads its batches i
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (own.MultiEpochs, own.Infinite, own.Twice, own.TwiceAsLong, own.LeavesOut)},
     **{kind.__name__: kind for kind in (own.ReadsAhead, own.InBackground, own.PassesTwice, own.Pairs)},
-    **{kind.__name__: kind for kind in (own.ByNumber, own.KeepsBack)},
+    **{kind.__name__: kind for kind in (own.ByNumber, own.KeepsBack, own.CountsInVariable)},
     **{kind.__name__: kind for kind in (own.HalfOfLength, own.PassesByLength, own.ByShare, own.CountsOff)},
     **{kind.__name__: kind for kind in (own.ChangesInPlace, own.PutsInto, own.Echoes)},
     **{kind.__name__: kind for kind in (own.ByHand, own.BatchesByHand, own.ShufflesItself)},
@@ -259,6 +259,7 @@ def test_a_prefetcher_that_is_its_own_iterator_is_told_of_a_form_that_is_resumed
 
 KEEPING: dict[str, Callable[..., Any]] = {
     "CountsPasses": own.CountsPasses,
+    "KeepsGenerator": own.KeepsGenerator,
     "Mixes": own.Mixes,
     "StepsOn": lambda *args, **options: own.StepsOn(DataLoader(*args, **options)),
 }

@@ -25,7 +25,7 @@ class Growing(IterableDataset[Any]):
     longest = 6
 
     def __init__(self) -> None:
-        self.words = ["a"]
+        self.words, self.left_out = ["a"], {"b", "c"}
 
     def __iter__(self) -> Iterator[Any]:
         return map(sample, range(self.longest * len(self.words)))
@@ -67,6 +67,10 @@ def grow(dataset: Any, epoch: int) -> None:
 
 def add_word(dataset: Any, epoch: int) -> None:
     dataset.words = ["a"] * (1 + epoch)
+
+
+def leave_out_the_same(dataset: Any, epoch: int) -> None:
+    dataset.left_out = {"c", "b"}
 
 
 def tell_another(dataset: Any, epoch: int) -> None:
@@ -116,7 +120,9 @@ def early(folder: Path, set_on: Any, kind: Any, persistent: bool) -> list[str]:
     return first + said_by(lambda: train_alone(make, callbacks=[AtStart(set_on)], ckpt_path=path))[1]
 
 
-@pytest.mark.parametrize(("kind", "set_on"), [(Growing, nothing), (Told, tell), (Told, nothing)])
+@pytest.mark.parametrize(
+    ("kind", "set_on"), [(Growing, nothing), (Growing, leave_out_the_same), (Told, tell), (Told, nothing)]
+)
 def test_nothing_is_said_where_copies_are_as_the_dataset(tmp_path: Path, kind: Any, set_on: Any) -> None:
     assert not early(tmp_path, set_on, kind, persistent=True)
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from support.runs import quiet_trainer
@@ -375,6 +376,50 @@ def test_a_variable_that_a_hook_sets_between_two_epochs_is_named(tmp_path: Path,
     resumed, said = fit(tmp_path, "on_train_epoch_end", **how, epoch=1)
     assert resumed != whole[2 * ALONE :]
     assert any("LEVELS was set between two epochs in the run that wrote" in one for one in said)
+
+
+class SetsVariable(pl.Callback):
+    """Sets the level in the variable as epochs end, and again from a checkpoint."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        LEVELS["level"] = trainer.current_epoch + 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {**LEVELS}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        LEVELS.update(state)
+
+
+class CountsInEnvironment(Scaled):
+    """Counts its passes in a variable of the environment that was not there before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        os.environ["PASSES_OF_TEST"] = str(int(os.environ.get("PASSES_OF_TEST", 0)) + 1)
+        return (number + 100 * int(os.environ["PASSES_OF_TEST"]) for number in range(2 * ALONE))
+
+
+@pytest.mark.parametrize(("kind", "step"), [(InVariable, 11), (CountsInEnvironment, 8)])
+def test_a_resume_of_one_that_is_restored_or_counts_by_itself_is_exact_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, step: int
+) -> None:
+    monkeypatch.setenv("PASSES_OF_TEST", "0")
+    found = []
+    for path in (None, tmp_path / f"step={step}.ckpt"):
+        os.environ.pop("PASSES_OF_TEST", None)
+        callbacks: list[Any] = [StatefulDataCallback(seed=0), *([SetsVariable()] if kind is InVariable else [])]
+        if path is None:
+            callbacks.append(ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
+        options: Any = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": path is None}
+        model, trainer = Records(), quiet_trainer(*callbacks, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(kind(), batch_size=2), ckpt_path=path)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        found.append((model.trained, [one for one in said if "were read again" not in one]))
+    (whole, _), (resumed, said) = found
+    assert resumed == whole[step:]
+    assert not said
 
 
 def numbers_of(chunk: int) -> range:
