@@ -392,7 +392,9 @@ def _as_when_saved(before: dict[str, Any], saved: Mapping[str, Any], present: Ma
 
     Or the sampler is as it was when the epoch began that was saved.
     """
-    changed: Mapping[str, Any] = saved.get("changed", {})
+    # Within an epoch it goes on over as many samples as it began with.
+    left_out = {"dataset.length"} if value_at(saved, "progress.consumed") else {}
+    changed = {name: value for name, value in saved.get("changed", {}).items() if name not in left_out}
     for of_data in (True, False):
         values = {name: value for name, value in changed.items() if name.startswith("dataset.") is of_data}
         if values and all(value_at(present["config"], name) == value for name, value in values.items()):

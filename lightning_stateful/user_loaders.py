@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dis
 from contextlib import suppress
 from functools import cache
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -158,15 +160,30 @@ def _blank(ours: Any, kind: Any) -> Any:
 @cache
 def _made_of(ours: Any, kind: Any) -> Any:
     theirs = [base for base in kind.__mro__ if issubclass(base, DataLoader) and not issubclass(DataLoader, base)]
+    found = {name: value for base in reversed(theirs) for name, value in vars(base).items() if name[:2] != "__"}
+    functions = [value for value in found.values() if isinstance(value, FunctionType)]
+    # What methods set under names that ours has too is of the user's object: these are called on that.
+    hidden = {name for one in functions for name in _names_set(one)} & {*_SET_BY_OURS, *dir(ours)} - {*dir(DataLoader)}
     values = {
         name: _of_original(name)
-        for base in reversed(theirs)
-        for name, value in vars(base).items()
-        if not name.startswith("__")
-        and not hasattr(ours, name)
-        and (isinstance(value, property) or not hasattr(type(value), "__get__"))
+        for name, value in found.items()
+        if not hasattr(ours, name)
+        and (
+            isinstance(value, property)
+            or not hasattr(type(value), "__get__")
+            or (isinstance(value, FunctionType) and not hidden.isdisjoint(value.__code__.co_names))
+        )
     }
     return type(f"Stateful{kind.__name__}", (ours, kind), {**values, "__doc__": kind.__doc__, "_made_of": (ours, kind)})
+
+
+# Attributes of the stateful loader's instances.
+_SET_BY_OURS = ("seed", "path", "seed_samples", "tracker", "description", "is_for_trainer")
+
+
+def _names_set(function: FunctionType) -> set[str]:
+    """The attributes that a function sets, of whatever objects."""
+    return {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_ATTR"}
 
 
 def _of_original(name: str) -> Any:

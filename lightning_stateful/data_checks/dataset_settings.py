@@ -88,8 +88,9 @@ class DatasetSettings:
         self._is_within_epoch = False
         # The state ahead of the end of an epoch that was cut, until the next pass begins.
         self._kept_state: dict[str, dict[str, list[str]]] | None = None
-        # Paths of loaders of which no pass has begun since a checkpoint was loaded.
+        # Paths of loaders of which no pass has begun since a checkpoint was loaded, and of those that were compared.
         self._resumed: frozenset[str] = frozenset()
+        self._compared: set[str] = set()
 
     @property
     def follows_build(self) -> bool:
@@ -136,7 +137,7 @@ class DatasetSettings:
             is_within_epoch: Whether training goes on within an epoch.
         """
         self._expected, self._is_within_epoch = dict(saved), is_within_epoch
-        self._resumed = frozenset(self._loaders)
+        self._resumed, self._compared = frozenset(self._loaders), set()
         for path in saved.keys() & self._first.keys():
             self._first[path] = {name: first for name, (_, _, first) in saved[path].items()}
 
@@ -267,8 +268,16 @@ class DatasetSettings:
         counted: list[str] = []
         # Workers have copies from when their pass began, also of what was set later.
         in_workers = self._is_within_epoch and loader is not None and loader.num_workers > 0
-        set_within: list[str] = []
-        for name, (latest, began, first) in self._expected.pop(path, {}).items():
+        in_workers = in_workers and path not in self._compared
+        expected, set_within = self._expected.pop(path, {}), list[str]()
+        if in_workers and loader is not None and not _keeps_workers(loader):
+            # Those of the next epoch are started with what was set since.
+            later = {
+                name: [latest, latest, first] for name, (latest, began, first) in expected.items() if latest != began
+            }
+            self._expected |= {path: later} if later else {}
+        self._compared.add(path)
+        for name, (latest, began, first) in expected.items():
             set_within += [name] if latest != began else []
             if name in self.said.get(path, ()):
                 continue

@@ -335,13 +335,18 @@ class SetWithinPass:
         self._restored: dict[str, str] = {}
         self._before: dict[str, str] = {}
 
-    def expect(self, saved: Mapping[str, Any], *, is_within: bool) -> None:
+    def expect(self, details: Mapping[str, Any], *, is_within: bool) -> None:
         """Compare with a checkpoint's state when the first batch has been read.
 
         Args:
-            saved: The state; empty if it has none.
+            details: What has the state, as ``set_within``.
             is_within: Whether it is of a pass that goes on.
         """
+        saved: Mapping[str, Any] = details.get("set_within", {})
+        if not is_within and (known := details.get("set", {})):
+            # Of what is set between two passes as well, that is compared.
+            within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
+            saved = {"within": within, "ahead": [name for name in saved["ahead"] if name in within]} if within else {}
         self._expected = {**saved, "is_within": is_within} if saved else {}
         self._set, self._restored = dict.fromkeys(saved.get("within", ()), (-1, 0)), {}
 

@@ -13,11 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lightning_stateful.contents.dataset_content import PATH
 from lightning_stateful.core.order import BatchOrder
 from lightning_stateful.core.samples import SampleBatchOrder, SampleOrder, SequentialOrder, ShuffledOrder
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import ConfigurationError, RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.generators.attributes import LIGHTNINGS, package_of
 from lightning_stateful.loaders.source_datasets import changed_content, describe_sources, described_with_content
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
+from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.state import value_at
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
@@ -273,17 +274,35 @@ def order_of_length(order: BatchOrder, known: int | None, dataset: Any) -> Sampl
     return replace(order, samples=replace(samples, length=len(dataset)))
 
 
-def refuse_other_length(dataset: Any, length: int | None) -> None:
+def compare_lengths(dataset: Any, path: str) -> None:
+    """Make sure that a dataset that has another length by now has the same one on all ranks.
+
+    Raises:
+        RankMismatchError: It has not, or some rank has not come to compare, as where nothing has changed.
+    """
+    name = f"the length of {type(dataset).__qualname__} {path}".rstrip()
+    found = exchanged(name, len(dataset)) or []
+    if len({*found}) > 1:
+        raise RankMismatchError(
+            f"By now {name} is another on each rank ({', '.join(map(str, found))} samples), so that ranks would take "
+            "other numbers of steps. Change the data alike on all ranks."
+        )
+
+
+def refuse_other_length(order: BatchOrder, length: int | None, dataset: Any) -> None:
     """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown.
 
+    Nothing is said where the next epoch is planned for the length that it has by then.
+
     Args:
-        dataset: The dataset.
+        order: The order of its loader.
         length: The samples that it had then; None where its length does not matter.
+        dataset: The dataset.
 
     Raises:
         ConfigurationError: It has fewer.
     """
-    if length is None or len(dataset) == length:
+    if length is None or len(dataset) == length or order_of_length(order, length, dataset) is not None:
         return
     changed = (
         f"The {type(dataset).__qualname__} had {length} samples when its loader was built, and has {len(dataset)} now"

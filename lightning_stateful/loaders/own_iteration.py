@@ -227,8 +227,8 @@ class Watch:
         if not expected or self._digests(expected) == expected:
             return
         for epoch in (self._epoch, self._epoch - 1):
-            probe = copied(users)
             with suppress(Exception):
+                probe = copied(users)
                 probe.set_epoch(epoch)
                 held = {name: portable_digest(value) for name, value in named_in((probe,)).items()}
                 if expected.items() <= held.items():

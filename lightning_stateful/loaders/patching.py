@@ -137,7 +137,7 @@ def build_patched(
         made = kind.__new__(kind)
         how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
         # Where it deals samples out, Lightning builds a loader anew, and reads that.
-        is_read = stands_in and (holder is not None or own_rank is not None or num_replicas == 1)
+        is_read = stands_in and (holder is not None or own_rank is not None or num_replicas in (None, 1))
         made.set_up(loader, description, LoaderSettings(**how), holder, is_read=is_read)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None
@@ -250,7 +250,6 @@ def patch_dataloader(
         seed_samples=seed_samples,
         tail=tail,
         accept=accept,
-        stands_in=False,
     )
     patched.leave_out(skip)
     _say_if_drawn_alike(patched, seed, num_replicas)
@@ -423,7 +422,12 @@ def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) 
         if isinstance(given[path], TrackedLoader) or not loader.is_plain or loader.topology.num_replicas == 1:
             continue
         notes[path] = "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
-        if is_shuffled(given[path]):
+        if isinstance(getattr(given[path], "sampler", None), SequentialSampler):
+            notes[path] += (
+                " Samples come in the dataset's order, as shuffle=False says; Lightning alone shuffles them in "
+                "training on several ranks."
+            )
+        elif is_shuffled(given[path]):
             first, drawn_as = alike.setdefault(length_of(loader), (path, loader.path))
             if drawn_as != loader.path:
                 notes[path] += (

@@ -22,6 +22,7 @@ from lightning_stateful.loaders.description import (
     LoaderSettings,
     changed_in_state,
     changed_since,
+    compare_lengths,
     describe_loader,
     order_of_length,
     refuse_other_length,
@@ -292,13 +293,12 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
 
     def follow_length(self) -> bool:
         """See :meth:`TrackedLoader.follow_length`."""
-        # Of several ranks nobody knows whether each has that length.
-        known, dataset = self._length if self.topology.num_replicas == 1 else None, vars(self)["dataset"]
-        order = order_of_length(self.order, known, dataset)
+        dataset: Any = self.dataset
+        order, own = (order_of_length(one, self._length, dataset) for one in (self.order, self.description.order))
         if order is None:
             return False
-        own, self._length = order_of_length(self.description.order, known, dataset), len(dataset)
-        self.description = self.description._replace(order=own or order)
+        compare_lengths(dataset, self.path)
+        self._length, self.description = len(dataset), self.description._replace(order=own or order)
         self.tracker.plan_by(order, self.description.config(order, dataset))
         self.tracker.changed = partial(changed_in_state, order, dataset, self._lists)
         return True
@@ -312,7 +312,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """See :meth:`TrackedLoader.plan_aside`."""
         order = self.order
         if not isinstance(order, WrappedSampler):
-            return (self.plan(epoch), 0) if of_copy else None
+            return self.plan(epoch, None if of_copy else Progress(epoch=epoch, cycle=ASIDE)), 0
         if of_copy:
             order = order.replaced(sampler=order.copied().sampler, repeats_first_epoch=True)
         return order.plan(epoch, self.topology.num_replicas, Progress(epoch=epoch, cycle=ASIDE)), 0
@@ -352,7 +352,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
                 caller seeds them then anyway.
             looks_ahead: As in :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
         """
-        refuse_other_length(self.dataset, self._length)
+        refuse_other_length(self.order, self._length, self.dataset)
         if first_step >= plan.num_steps:
             return iter(())
         if self._told is not None:

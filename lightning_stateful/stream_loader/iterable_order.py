@@ -318,7 +318,7 @@ class IterableOrder(StreamReader):
         if self._watch is not None:
             self._watch.expect(progress.details, is_within=progress.consumed > 0)
         if self._within is not None:
-            self._within.expect(progress.details.get("set_within", {}), is_within=progress.consumed > 0)
+            self._within.expect(progress.details, is_within=progress.consumed > 0)
         self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
         # What was set before the first pass alone, of which there is no first value, does not count.
         first = progress.details.get("first", {})

@@ -78,6 +78,9 @@ class HuggingFaceShards(Shards):
         stages = list(pipelines.walk(self._dataset._ex_iterable))
         for stage in stages:
             pipelines.refuse(stage, self._num_shards)
+        words = {pipelines.class_of(stage).word for stage in stages}
+        # Hugging Face draws the order of files anew in each epoch that it is told, but keeps what is taken of them.
+        self.is_shuffled = "shuffle" in words and words.isdisjoint({"take", "skip"})
         self.draws = self.runs_users_code = any(map(pipelines.may_draw, stages))
         found = [text for stage in stages for text in pipelines.warnings_of(stage, self._num_shards)]
         self.warning = " ".join(dict.fromkeys(found))

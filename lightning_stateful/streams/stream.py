@@ -310,4 +310,5 @@ def as_stream(dataset: Any, seed: int | None = None, *, seed_samples: bool = Tru
         dataset = NodeShards(dataset)
     if not isinstance(dataset, Shards):
         return None
-    return Stream({ALONE: Source(shards=dataset, seed=seed, seed_samples=seed_samples)})
+    is_shuffled = isinstance(dataset, HuggingFaceShards) and dataset.is_shuffled
+    return Stream({ALONE: Source(shards=dataset, seed=seed, seed_samples=seed_samples, shuffle=is_shuffled)})

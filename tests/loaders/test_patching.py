@@ -111,7 +111,8 @@ class TestClassArgumentsAndAttributes:
             assert isinstance(one, StatefulLoader)
             assert (one.extra, one.kind, one.name, one.scale, one.fresh) == ({"note": 1}, "special", "b", 2, 1)
             assert (one.described(), one.secret) == ("b x 2 of 22", ["a"])
-        assert plain.name == "a"
+        # As with torch, what holds the user's object, such as a collate_fn, finds it.
+        assert plain.name == "b"
         with pytest.raises(AttributeError, match="Named' object has no attribute 'nothing'"):
             _ = patched.nothing
 

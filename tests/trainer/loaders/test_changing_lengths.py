@@ -137,6 +137,7 @@ class Adds(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:.*was changed between two epochs by something else")
+@pytest.mark.filterwarnings("ignore:AllOf no longer yields what it did before training")
 @pytest.mark.parametrize("asks", ["nothing", "a checkpoint", "len()"])
 @pytest.mark.parametrize("of_dataset", [False, True])
 def test_a_length_that_a_hook_sets_is_that_of_the_next_epoch_whatever_asks_before(

@@ -12,7 +12,9 @@ import pytest
 from harm.basics import LENGTH, permutation
 from harm.runs import Run, train
 from harm.table import Entry, WithCallback
-from torch.utils.data import IterableDataset, Sampler
+from support.ledger import Numbers
+from support.runs import train_alone
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 
 class Looks(pl.Callback):
@@ -132,3 +134,20 @@ def test_a_look_at_an_iterable_dataset_finds_a_batch_where_an_epoch_had_ended(tm
     again = train(entry, ckpt_path=tmp_path / "end.ckpt")
     assert (again.trained, again.error) == (whole.trained[6:], "")
     assert all("Look at batches of a loader of its own" in one for one in again.said)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_look_within_an_epoch_at_a_loader_of_torchs_finds_all_of_the_data(shuffle: bool) -> None:
+    found: list[list[int]] = []
+
+    class LooksAtAll(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            if trainer.global_step in (2, 4):
+                found.append([index for batch in trainer.train_dataloader for index in batch["id"].tolist()])
+
+    runs = [
+        train_alone(lambda: DataLoader(Numbers(12), batch_size=2, shuffle=shuffle), callbacks=more, max_epochs=2)
+        for more in ([], [LooksAtAll()])
+    ]
+    assert [sorted(one) for one in found] == [[*range(12)]] * 2
+    assert runs[0].ledger == runs[1].ledger

@@ -147,6 +147,37 @@ def test_a_loop_tells_it_the_epoch() -> None:
     assert {int(batch[0]) // 100 for batch in patched} == {5}
 
 
+class ByMethods(DataLoader[Any]):
+    """Shifts what it gives by attributes that methods set, in ``__iter__`` and as it collates."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.seed = self.epoch = self.progress = self.level = 0
+        super().__init__(*arguments, collate_fn=self.collated, **options)
+
+    def step(self) -> None:
+        self.seed, self.epoch, self.progress = self.seed + 1, self.epoch + 1, self.progress + 1
+        self.level += 1
+
+    def collated(self, samples: list[Any]) -> Any:
+        return torch.stack(samples) + 100 * self.level
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + 1000 * (self.seed + self.epoch + self.progress)
+
+
+def test_methods_that_set_such_attributes_do_so_on_the_users_object() -> None:
+    found = []
+    for patch in (lambda loader: loader, lambda loader: patch_dataloader(loader, seed=0)):
+        loader = patch(ByMethods(NUMBERS, batch_size=2))
+        for _ in range(3):
+            loader.step()
+            loader.level += 1
+            found.append([batch.flatten().tolist() for batch in loader])
+    assert found[:3] == found[3:]
+    assert int(found[0][0][0]) == 3200
+
+
 def in_tens(samples: list[Any]) -> Any:
     return 10 * torch.stack(samples)
 

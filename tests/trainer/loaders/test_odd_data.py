@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from support.ddp_runs import on_ranks
 from support.ledger import LedgerModel, Numbers, trained
+from support.ranks import Ranks
 from support.runs import assert_resumes, numbers_module, quiet_trainer, seeded, stopped, train, train_alone
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful import StatefulDataCallback, StatefulLoader
-from lightning_stateful.errors import StateMismatchError
+from lightning_stateful.errors import RankMismatchError, StateMismatchError
 from lightning_stateful.loops.lightning import pl
 
 
@@ -137,6 +140,44 @@ def test_a_resume_of_one_that_has_shrunk_is_refused_or_exact(tmp_path: Path, hoo
     assert whole
 
 
+class Grows(pl.LightningDataModule):
+    """Has a narrower window behind the third batch, so more samples, and as many again in a resumed run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows = Windows()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.windows, batch_size=4, shuffle=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"width": self.windows.width}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.windows.width = state["width"]
+
+
+class GrowsBehindThird(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.datamodule.windows.width = 3
+
+
+def test_a_resume_within_an_epoch_over_one_that_has_grown_since_it_began_is_refused(tmp_path: Path) -> None:
+    def run(step: int = 0) -> list[Any]:
+        more = [] if step else [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")]
+        options: Any = {"max_epochs": 2, "enable_checkpointing": not step, "limit_val_batches": 0}
+        trainer, model = quiet_trainer(StatefulDataCallback(seed=0), GrowsBehindThird(), *more, **options), Records()
+        trainer.fit(model, datamodule=Grows(), ckpt_path=tmp_path / f"step={step}.ckpt" if step else None)
+        return model.trained
+
+    whole = run()
+    assert [len(batch[1]) for batch in whole[-6:]] == [4, 4, 4, 4, 4, 1]
+    with pytest.raises(StateMismatchError, match=r"dataset\.length: saved 20, now 21"):
+        run(4)
+    assert run(5) == whole[5:]
+
+
 def test_a_loop_over_a_list_that_grows_serves_it_whole() -> None:
     samples = [0, 1, 2, 3]
     loader = StatefulLoader(samples, batch_size=2, shuffle=True, seed=0)
@@ -144,3 +185,31 @@ def test_a_loop_over_a_list_that_grows_serves_it_whole() -> None:
     samples.append(4)
     assert sorted(torch.cat(list(loader)).tolist()) == samples
     assert loader.state_dict()["config"]["dataset"]["length"] == 5
+
+
+def windows_on_rank(folder: Path, by: int, hook: str, own: bool) -> Any:
+    """What this rank was trained on."""
+    more = [StatefulDataCallback(seed=0)] if own else []
+    return fit_windows(by, hook, *more, limit_val_batches=0, **on_ranks())[0]
+
+
+def test_so_it_is_on_ranks(tmp_path: Path) -> None:
+    ranks = Ranks(2, tmp_path / "ranks")
+    for by, hook in ((3, "on_train_epoch_end"), (-4, "on_train_epoch_start"), (4, "on_train_epoch_end")):
+        found = ranks.of(windows_on_rank, by, hook, True)
+        for epoch in range(2):
+            ids = [index for run in found for of, indices, _ in run if of == epoch for index in indices]
+            assert {*ids} == {*range(20 - by * epoch)}
+            assert len(ids) <= 20 - by * epoch + 1
+
+
+def other_length_on_each_rank(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    with pytest.raises(RankMismatchError) as caught:
+        fit_windows(3 + rank, "on_train_epoch_end", StatefulDataCallback(seed=0), limit_val_batches=0, **on_ranks())
+    return str(caught.value)
+
+
+def test_one_that_has_another_length_on_each_rank_is_refused(tmp_path: Path) -> None:
+    for text in Ranks(2, tmp_path / "ranks").of(other_length_on_each_rank):
+        assert "By now the length of Windows is another on each rank (17, 16 samples)" in text

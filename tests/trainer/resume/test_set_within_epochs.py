@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -166,6 +166,18 @@ class GivesBatches:
             yield torch.tensor([number, number + 1]), torch.tensor([number, number + 1]) + 100 * self.level
 
 
+class Indexed(Dataset[Any]):
+    """Has an index."""
+
+    level = 0.0
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, index + 100 * self.level
+
+
 class Records(BoringModel):
     def __init__(self) -> None:
         super().__init__()
@@ -263,3 +275,13 @@ def test_what_comes_into_force_with_the_workers_of_the_next_epoch_is_not_missed(
     expected = early if restores and step == 6 else "WithLength.level was set between two epochs in the run"
     assert (resumed != whole[step:]) == any(expected in one for one in said), said
     assert (resumed != whole[step:]) == (step == 6 or (step > BATCHES and not restores))
+
+
+@pytest.mark.parametrize("step", [6, BATCHES + 2])
+def test_nor_is_it_of_a_dataset_with_an_index(tmp_path: Path, step: int) -> None:
+    whole, _ = fit(Indexed, tmp_path, workers=1)
+    resumed, said = fit(Indexed, tmp_path, step, workers=1)
+    assert resumed != whole[step:]
+    assert any("Attributes of the dataset, a Indexed, were changed in training" in one for one in said), said
+    resumed, said = fit(Indexed, tmp_path, step, workers=1, restores=True)
+    assert (resumed != whole[step:]) == bool(said), said
