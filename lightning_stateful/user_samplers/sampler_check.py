@@ -101,7 +101,9 @@ def _facts_of(
     def note_told() -> None:
         nonlocal before
         facts.told_in, before = time.perf_counter() - started, contents()
-        if order.has_set_epoch and facts.says is not None and _is_length_seen(order, tried.sampler):
+        # One that is told ranks here was asked under them.
+        is_told = order.has_set_epoch and choose is None and facts.says is not None
+        if is_told and _is_length_seen(order, tried.sampler):
             facts.says = order.length_of(tried.sampler)
         facts.told = _held_when_told(order, tried)
 
