@@ -12,7 +12,7 @@ from enum import Enum
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
-from lightning_stateful.contents.code_uses import uses_of
+from lightning_stateful.contents.code_uses import uses_any_of
 from lightning_stateful.contents.held_state import SHARED, changed_names, shared_numbers
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
@@ -235,9 +235,8 @@ class SetBetweenPasses:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
         if self._values is not None:
             return True
-        leaf = name.rpartition(".")[2]
         is_kept = has_state(self._dataset) and not self._in_workers
-        return not is_kept and uses_of(self._dataset, leaf, is_variable=True, may_be_called=True).uses
+        return not is_kept and uses_any_of(self._dataset, [name])
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
         """See above; empty if nothing was set.
@@ -256,11 +255,7 @@ class SetBetweenPasses:
 
     def _set_for_later(self) -> dict[str, str]:
         """Digests of what was set since workers that end with the pass were started."""
-        if not self._in_workers or self._left is None:
-            return {}
-        now = self._held()
-        changed = changed_names(self._left, now)
-        return self._digests(changed if self._values is None else changed & self._left.keys() & now.keys())
+        return self._digests(self._changed_since_left(self._held())) if self._in_workers else {}
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
@@ -272,12 +267,16 @@ class SetBetweenPasses:
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
-        now, left = self._held(), self._left
-        if left is not None:
-            changed = changed_names(left, now)
-            # What functions reach by now, or no more, nobody has set.
-            self.note_set(changed if self._values is None else changed & left.keys() & now.keys())
+        now = self._held()
+        self.note_set(self._changed_since_left(now))
         return now
+
+    def _changed_since_left(self, now: Mapping[str, str]) -> set[str]:
+        """What is not as the latest pass has left it, or as it began in workers; nothing within a pass."""
+        left = now if self._left is None else self._left
+        changed = changed_names(left, now)
+        # What functions reach by now, or no more, nobody has set.
+        return changed if self._values is None else changed & left.keys() & now.keys()
 
     def note_set(self, names: Collection[str]) -> None:
         """Something else than its passes has set attributes since the latest pass, which was left before its end.

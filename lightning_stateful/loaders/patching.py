@@ -69,7 +69,6 @@ def build_patched(
     tail: Tail | None = None,
     accept: Collection[str] = (),
     keeps_last: bool = False,
-    stands_in: bool = True,
     where: str = "the loader",
 ) -> StatefulLoader | StreamLoader:
     """Build a StatefulLoader with a DataLoader's dataset, sampler, batch size and options; a StreamLoader of a stream.
@@ -90,7 +89,6 @@ def build_patched(
         tail: As in :func:`patch_dataloader`.
         accept: Names of differences to let pass.
         keeps_last: Serve an incomplete last batch whatever ``drop_last`` says.
-        stands_in: Whether it is read in place of the user's object, which hooks know, and set attributes on.
         where: A name for the loader in errors.
 
     Raises:
@@ -137,7 +135,7 @@ def build_patched(
         made = kind.__new__(kind)
         how |= {"seed": seed, "seed_samples": seed_samples, "accept": accept, "exact": exact}
         # Where it deals samples out, Lightning builds a loader anew, and reads that.
-        is_read = stands_in and (holder is not None or own_rank is not None or num_replicas in (None, 1))
+        is_read = holder is not None or own_rank is not None or num_replicas in (None, 1)
         made.set_up(loader, description, LoaderSettings(**how), holder, is_read=is_read)
     except UnsupportedLoaderError as error:
         raise UnsupportedLoaderError(f"Cannot patch {where}: {error}") from None

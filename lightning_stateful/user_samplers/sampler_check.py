@@ -241,13 +241,18 @@ def _differ_in_items(one: SamplerFacts, other: SamplerFacts) -> bool:
     return one.length != other.length or any(one.marks[count] != other.marks[count] for count in counts)
 
 
+def can_be_tried(order: UserSampler) -> bool:
+    """Whether a copy of the sampler tells, in a short while, what it yields now."""
+    return not order.facts.error and order.facts.seconds <= QUICK
+
+
 def yields_otherwise(order: UserSampler) -> bool:
     """Whether a copy of a sampler as it is now yields another first epoch than the copy that was tried before training.
 
     Of one that remembers its passes, it is a copy from before, which shares with the sampler only data and classes.
     """
     facts, now = order.facts, SamplerFacts(says=order.facts.says)
-    if facts.error or facts.seconds > QUICK or facts.writes_files:
+    if not can_be_tried(order) or facts.writes_files:
         return False
     with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
         tried = copy_as_now(order, facts.fresh if facts.remembers else order.sampler)
@@ -262,7 +267,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     """
     facts = order.facts
     is_own = facts.remembers and not facts.is_harmless
-    if is_own or facts.error or facts.seconds > QUICK or facts.writes_files:
+    if is_own or not can_be_tried(order) or facts.writes_files:
         return sequence
     known, held = dict[int, str](), list[str]()
     contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)

@@ -29,7 +29,6 @@ from lightning_stateful.user_samplers.earlier_passes import (
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
 from lightning_stateful.user_samplers.resumed_epoch import begins_as, warn_of_others
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
-from lightning_stateful.user_samplers.sampler_trial import QUICK
 
 _InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
 # The cycle of passes that something else than training begins within an epoch.
@@ -249,12 +248,13 @@ class SamplerMemory:
         with self._as_tried():
             is_changed = self._is_changed_by_others(order, held)
         if is_changed:
-            tried, untried = (
-                "no longer yields what it did before training",
-                "may yield other items than before training",
+            found = (
+                "no longer yields what it did before training"
+                if sampler_check.can_be_tried(order)
+                else "may yield other items than before training"
             )
             self.warn_once(
-                f"{order.name} {tried if _can_be_tried(order) else untried}: training, its dataset, a callback or one "
+                f"{order.name} {found}: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. But for weights and buffers of the module no "
                 "checkpoint holds that, so a resume is exact only if it is set again before the first batch, in "
                 "on_train_start.",
@@ -273,7 +273,7 @@ class SamplerMemory:
             is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_check.holds_as_tried(order)
             return not is_as_tried and sampler_check.yields_otherwise(order)
         names = changed_names(held[1], self._contents[1])
-        if names and not _can_be_tried(order):
+        if names and not sampler_check.can_be_tried(order):
             return uses_any_of(order.sampler, names)
         if names and sampler_check.yields_otherwise(order):
             return True
@@ -493,8 +493,3 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
 
 def _forget(memories: dict[int, Any], key: int, _: object) -> None:
     memories.pop(key, None)
-
-
-def _can_be_tried(order: UserSampler) -> bool:
-    """Whether a copy of the sampler tells what it yields now."""
-    return not order.facts.error and order.facts.seconds <= QUICK
