@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ from lightning_stateful.generators.attributes import (
     is_lightnings,
     is_users,
     names_in,
+    package_of,
     places_outside,
 )
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
@@ -83,8 +85,14 @@ def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: T
         if told is None or not looks_at(part):
             continue
         for name, value in attributes_and_defaults(part).items():
-            if name not in told and not is_lightnings(value):
+            if name not in told and not (is_lightnings(value) or _reads_in_threads(value)):
                 yield f"{type(part).__qualname__}.{name}", value
+
+
+def _reads_in_threads(value: Any) -> bool:
+    """Whether it is a graph of torchdata's in which threads read ahead, so that it changes by itself between passes."""
+    is_graph = package_of(type(value)) == "torchdata"
+    return is_graph and any(isinstance(part, threading.Thread) for part in SamplerParts(value).found)
 
 
 def names_told(part: Any) -> frozenset[str] | None:

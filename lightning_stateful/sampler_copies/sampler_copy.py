@@ -470,12 +470,12 @@ def as_written(values: Any) -> bytes | None:
 
 
 def _spread(values: Any) -> list[Any]:
-    """All items of a container, those of a dict with their keys, or some thousand evenly apart."""
+    """All items of a container, those of a dict with keys, of a set sorted if plain; or some thousand evenly apart."""
     values = _as_base(values)
     values = values.items() if isinstance(values, (dict, UserDict)) else values
-    if len(values) <= SPREAD:
-        return list(values)
-    step = len(values) // SPREAD
+    step = max(len(values) // SPREAD, 1)
+    if isinstance(values, set) and step == 1 and BUILT_IN.issuperset(map(type, values)):
+        return sorted(values, key=repr)
     return list(values[::step] if isinstance(values, (list, tuple)) else islice(values, 0, None, step))
 
 

@@ -16,6 +16,7 @@ from lightning_stateful.errors import PositionError, some_of
 from lightning_stateful.generators.attributes import attributes_of
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
@@ -149,7 +150,7 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
     if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
         return before
     now = sequence_now(order, order.sequence)
-    if begun.is_within and before and now not in before:
+    if begun.is_within and before and now not in before and _is_noted_here(order):
         warn(
             f"{order.name} goes on with an epoch that was begun when it would have yielded something else than it does "
             "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "
@@ -158,6 +159,11 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
             "state_dict and load_state_dict, of its plan and position alone."
         )
     return (now,)
+
+
+def _is_noted_here(order: UserSampler) -> bool:
+    """Whether a state holds digests of this rank's sampler: rank 0 writes it, and ranks may have their own."""
+    return not (order.dealing.is_own and detect_topology().rank)
 
 
 def held_by(order: UserSampler) -> dict[str, str]:
@@ -177,6 +183,8 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
         order: The sampler, which something else than its passes had changed.
         held: What :func:`held_by` gave where the epoch began.
     """
+    if not _is_noted_here(order):
+        return
     now = held_by(order)
     if others := sorted(name for name, was in held.items() if now.get(name, was) != was):
         warn(

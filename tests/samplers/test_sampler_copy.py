@@ -105,6 +105,13 @@ def test_a_container_under_two_names_is_one_in_the_copy() -> None:
     assert made.a is made.b[0] is made.b[1] is made.many[0] is not shared
 
 
+def test_equal_sets_show_the_same_though_each_has_its_own_order() -> None:
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)
+    assert digest_of_contents(Bag(held=one)) == digest_of_contents(Bag(held=other))
+    assert digest_of_contents(Bag(held=one)) != digest_of_contents(Bag(held={0, 16}))
+
+
 def test_containers_and_samplers_that_hold_themselves_end() -> None:
     items: list[Any] = [1]
     items.append(items)

@@ -126,7 +126,16 @@ def of_nodes() -> Any:
     return nodes.Loader(nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, 2), batch_of), prefetch_factor=3))
 
 
-KINDS = {kind.__name__: kind for kind in (Batches, Sized, Remembers, BySetEpoch)} | {"torchdata.nodes": of_nodes}
+def of_threads() -> Any:
+    """As :func:`of_nodes`, read by threads that live on between passes."""
+    node: Any = nodes.SamplerWrapper(Shuffled())
+    return nodes.Loader(nodes.ParallelMapper(nodes.Batcher(node, 2), batch_of, num_workers=2, method="thread"))
+
+
+KINDS = {kind.__name__: kind for kind in (Batches, Sized, Remembers, BySetEpoch)} | {
+    "torchdata.nodes": of_nodes,
+    "threads": of_threads,
+}
 
 
 @READ_AGAIN

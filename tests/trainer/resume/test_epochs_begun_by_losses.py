@@ -10,8 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.ddp_runs import on_ranks
+from support.ranks import Ranks
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
@@ -251,3 +253,55 @@ def test_so_is_what_is_written_into_one_whose_state_holds_a_tensor(tmp_path: Pat
     resumed, said = fit(kind, tmp_path, STEPS, restores, about=LEFT)
     assert (resumed == whole[STEPS:]) == bool(restores)
     assert [one.startswith(f"{kind.__name__} {LEFT}") for one in said] == [True] * (not restores)
+
+
+class DealtByLevel(DistributedSampler[int]):
+    """Deals its items out itself, from a level on that a hook raises."""
+
+    level = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.level) % NUMBER for index in super().__iter__()])
+
+
+class RaisesLevel(Learns):
+    """Raises the level behind each epoch, saves it, and sets it again before training."""
+
+    kept = 0
+
+    def train_dataloader(self) -> Any:
+        self.sampler = DealtByLevel(range(NUMBER), seed=5)
+        return DataLoader(range(NUMBER), batch_size=SIZE, sampler=self.sampler)
+
+    def on_train_epoch_end(self) -> None:
+        self.sampler.level += 5
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["level"] = self.sampler.level
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["level"]
+
+    def on_train_start(self) -> None:
+        self.sampler.level = self.kept
+
+
+def fit_on_ranks(folder: Path, step: int) -> tuple[list[list[int]], list[str]]:
+    """What this rank trained on, and how it was warned of the beginning of an epoch."""
+    model = RaisesLevel(ByEpoch, "", folder)
+    trainer = quiet_trainer(
+        StatefulDataCallback(seed=0), limit_val_batches=0, use_distributed_sampler=False, **on_ranks(max_epochs=3)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=folder / f"{step}.ckpt" if step else None)
+    return model.trained, [str(one.message) for one in caught if WARNED in str(one.message)]
+
+
+def whole_and_resumed(folder: Path) -> list[Any]:
+    return [fit_on_ranks(folder, step) for step in (0, STEPS // 2 + 1)]
+
+
+def test_a_rank_that_deals_itself_goes_by_its_own_beginning(tmp_path: Path) -> None:
+    for (whole, _), (resumed, said) in Ranks(2, tmp_path / "ranks").of(whole_and_resumed):
+        assert (resumed, said) == (whole[STEPS // 2 + 1 :], [])
