@@ -28,6 +28,8 @@ class SamplerFacts:
         seconds: How long that took.
         told_in: How long it took to tell it the epoch.
         begins_in: How long it took to tell it the epoch, and to draw its first 64 items.
+        untouched: Digests of attributes that its passes leave alone, of one that calls collectives, as no rank may
+            iterate a copy of that by itself. None of all others.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
         remembers_told: Whether what it yields depends on the epochs that it was told before.
@@ -58,6 +60,7 @@ class SamplerFacts:
     seconds: float = 0.0
     told_in: float = 0.0
     begins_in: float = 0.0
+    untouched: dict[str, str] | None = None
     asks: bool = False
     remembers: bool = False
     remembers_told: bool = False

@@ -149,6 +149,14 @@ class AskedRanks:
         return answer
 
 
+def collectives_begun() -> list[int]:
+    """How many collectives this process has begun in each group of torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
 def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool = False) -> bool:
     """Whether what all ranks yield is what one rank yields, but for what makes their last step equal.
 

@@ -116,8 +116,9 @@ def contents_of(order: UserSampler, own: str, known: dict[int, str]) -> tuple[st
     """
     if order.is_known:
         return "", {name: repr(value) for name, value in order.parameters().items()}
-    if not order.facts.remembers or order.facts.is_harmless:
+    facts = order.facts
+    if not facts.remembers or facts.is_harmless or facts.untouched is not None:
         return own, surroundings_of(order.sampler, order.dataset, known)
     # Its passes change its own lists, but not those of a copy from before them.
-    of = order.sampler if order.facts.fresh is None else order.facts.fresh
+    of = order.sampler if facts.fresh is None else facts.fresh
     return "", surroundings_of(of, order.dataset, known)

@@ -13,16 +13,13 @@ from typing import Any
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError, some_of
-from lightning_stateful.generators.attributes import attributes_of
-from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
-from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import sequence_now
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
-from lightning_stateful.user_samplers.sampler_trial import reads_training
+from lightning_stateful.user_samplers.sampler_trial import held_by, reads_training
 
 # The name of the length in a configuration, and in its changes.
 _LENGTH = "sampler.length"
@@ -166,16 +163,6 @@ def _is_noted_here(order: UserSampler) -> bool:
     return not (order.dealing.is_own and detect_topology().rank)
 
 
-def held_by(order: UserSampler) -> dict[str, str]:
-    """Digests of the attributes of a sampler that another process may compare: of none with sets or generators."""
-    parts = {name: (value, SamplerParts(value)) for name, value in attributes_of(order.sampler).items()}
-    return {
-        name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
-        for name, (value, within) in parts.items()
-        if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
-    }
-
-
 def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
     """Warn of attributes that are others than before the stop, though the passes before have been begun again.
 
@@ -185,7 +172,7 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
     """
     if not _is_noted_here(order):
         return
-    now = held_by(order)
+    now = held_by(order.sampler)
     if others := sorted(name for name, was in held.items() if now.get(name, was) != was):
         warn(
             f"{some_of([f'{order.name}.{name}' for name in others])} had been changed by something else than passes of "

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 from lightning_stateful.errors import UnsupportedLoaderError
-from lightning_stateful.generators.attributes import len_only_reads
 from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
@@ -23,7 +22,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     surroundings_of,
 )
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
-from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, tell
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, collectives_begun, tell
 from lightning_stateful.sampler_copies.shared_objects import (
     SharedObjects,
     changed_names,
@@ -45,8 +44,12 @@ from lightning_stateful.user_samplers.sampler_trial import (
     begins_anew_when_asked,
     copy_as_now,
     fresh_copy,
+    held_as_told,
+    is_length_seen,
+    is_touched,
     reads_training,
     refuse_wrong_length,
+    untouched_by,
 )
 
 # Seconds to the first items that are too much for each save.
@@ -84,7 +87,7 @@ def _facts_of(
         if order.cuts_samples and hasattr(type(order.sampler), "__next__"):
             raise UnsupportedLoaderError(f"{order.name}: {why}, so nobody can tell whether it" + _BEGINS_ANEW)
         return SamplerFacts(error=why, remembers=True, draws_in_len=True)
-    facts, known = SamplerFacts(), dict[int, str]()
+    facts, known, begun = SamplerFacts(), dict[int, str](), collectives_begun()
     facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
     shared = surroundings_in_trial(order.sampler, order.dataset, known)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
@@ -103,22 +106,26 @@ def _facts_of(
         facts.told_in, before = time.perf_counter() - started, contents()
         # One that is told ranks here was asked under them.
         is_told = order.has_set_epoch and choose is None and facts.says is not None
-        if is_told and _is_length_seen(order, tried.sampler):
+        if is_told and is_length_seen(order, tried.sampler):
             facts.says = order.length_of(tried.sampler)
-        facts.told = _held_when_told(order, tried)
+        facts.told = held_as_told(order, tried)
 
     try:
         items = tried.begin(0, 0, before_iter=note_told)
         followed = _Followed(order, tried, items, facts, lambda last: looks.update({last: contents()}), started)
     except Exception as error:
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
+    if collectives_begun() != begun:
+        # A copy that one rank alone iterates later would wait for the others.
+        facts.error, facts.remembers = "its passes call collectives of torch.distributed", contents() != before
+        followed, facts.untouched = None, untouched_by(order, tried)
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
         shared = surroundings_in_trial(order.sampler, order.dataset)
     if followed is None:
         return facts
-    if not (facts.changes_in_len or _is_length_seen(order, tried.sampler)):
+    if not (facts.changes_in_len or is_length_seen(order, tried.sampler)):
         with suppress(Exception):
             # A plan that somebody has asked for before is there until the end of a pass.
             again = partial(fresh, sampler=tried.sampler)
@@ -165,7 +172,7 @@ def _ask_for_length(
 
     ``unasked`` makes another such copy.
     """
-    if _is_length_seen(order, tried.sampler):
+    if is_length_seen(order, tried.sampler):
         return tried.asked(order.length_of, 0, 0)
     outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
 
@@ -185,11 +192,6 @@ def _ask_for_length(
             beginning(unasked(), 0)
             facts.changes_in_len = True
     return says
-
-
-def _is_length_seen(order: UserSampler, sampler: Any) -> bool:
-    """Whether the length is given, or ``len()`` of a copy is seen to change nothing."""
-    return order.is_cut or len_only_reads(sampler)
 
 
 def _fills_cache(
@@ -266,6 +268,8 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     A sampler counts as unchanged if its passes alone have changed it, if these decide what it yields, or if it is slow.
     """
     facts = order.facts
+    if facts.untouched is not None:
+        return "changed" if is_touched(order) else sequence
     is_own = facts.remembers and not facts.is_harmless
     if is_own or not can_be_tried(order) or facts.writes_files:
         return sequence
@@ -278,7 +282,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
             return sequence
     with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
         tried = copy_as_now(order, order.sampler)
-        items = tried.begin(0, 0, before_iter=lambda: held.append(_held_when_told(order, tried)))
+        items = tried.begin(0, 0, before_iter=lambda: held.append(held_as_told(order, tried)))
         with tried.entered():
             begins = digest([told_apart(item) for item in islice(items, _num_first(order))])
         # All of the epoch only where there is a sign of a change: it may take a while at each save.
@@ -291,21 +295,6 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
         is_own = facts.fresh is not None and order.memory.follows(order, now, partial(first_sequence, order))
         return sequence if is_own else now
     return sequence
-
-
-def _held_when_told(order: UserSampler, tried: IteratedSampler) -> str:
-    """Digest of what a copy holds that was told epoch 0; empty of one that is told none."""
-    is_told = order.has_set_epoch
-    return digest_of_contents(tried.sampler, order.dataset, epoch=0, of_copy=True) if is_told else ""
-
-
-def holds_as_tried(order: UserSampler) -> bool:
-    """Whether a copy of a sampler that is told epochs, as it is now, holds at epoch 0 what the tried copy held then."""
-    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
-        tried = copy_as_now(order, order.sampler)
-        tried.tell(0)
-        return _held_when_told(order, tried) == order.facts.told
-    return False
 
 
 def first_sequence(order: UserSampler, sampler: Any) -> str:

@@ -16,7 +16,7 @@ from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.generator_states import GeneratorState
 from lightning_stateful.sampler_copies.sampler_copy import Path, SamplerParts, digest_of_contents, generators_outside
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
-from lightning_stateful.user_samplers import sampler_check
+from lightning_stateful.user_samplers import sampler_check, sampler_trial
 from lightning_stateful.user_samplers.earlier_passes import (
     CopyInStep,
     LeftIterator,
@@ -269,8 +269,10 @@ class SamplerMemory:
             return False
         if order.is_known:
             return True
+        if order.facts.untouched is not None:
+            return sampler_trial.is_touched(order)
         if not order.facts.remembers:
-            is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_check.holds_as_tried(order)
+            is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_trial.holds_as_tried(order)
             return not is_as_tried and sampler_check.yields_otherwise(order)
         names = changed_names(held[1], self._contents[1])
         if names and not sampler_check.can_be_tried(order):

@@ -20,8 +20,8 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.resumed_epoch import held_by
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
+from lightning_stateful.user_samplers.sampler_trial import held_by
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_ITEMS = 2**40
@@ -180,7 +180,7 @@ class SamplerEpochPlan:
             # One that is told the epoch may keep it.
             if not order.remembers or order.has_set_epoch:
                 return {}
-            held = loaded.get("held") or (held_by(order) if order.memory.is_changed else {})
+            held = loaded.get("held") or (held_by(order.sampler) if order.memory.is_changed else {})
             return {"held": held} if held else {}
         began = loaded.get("began") if latest is None else next(iter(order.memory.begins_as), "")
         is_changed = latest.is_changed_by_others() if latest is not None and served else begun.details.get("changed")

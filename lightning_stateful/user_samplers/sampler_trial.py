@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.generators.attributes import is_lightnings
+from lightning_stateful.generators.attributes import attributes_of, is_lightnings, len_only_reads
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
@@ -29,7 +29,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, told
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.samplers.fingerprint import digest, hex_digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 
 # Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
@@ -268,6 +268,50 @@ def reads_training(order: UserSampler) -> bool:
 _WRITERS = ((builtins, "open"), (io, "open"), (os, "open"), (torch, "save"), (sqlite3, "connect"))
 
 
+def held_as_told(order: UserSampler, tried: IteratedSampler) -> str:
+    """Digest of what a copy holds that was told epoch 0; empty of one that is told none."""
+    is_told = order.has_set_epoch
+    return digest_of_contents(tried.sampler, order.dataset, epoch=0, of_copy=True) if is_told else ""
+
+
+def holds_as_tried(order: UserSampler) -> bool:
+    """Whether a copy of a sampler that is told epochs, as it is now, holds at epoch 0 what the tried copy held then."""
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):
+        tried = copy_as_now(order, order.sampler)
+        tried.tell(0)
+        return held_as_told(order, tried) == order.facts.told
+    return False
+
+
+def held_by(sampler: Any) -> dict[str, str]:
+    """Digests of the attributes of a sampler that another process may compare: of none with sets or generators."""
+    parts = {name: (value, SamplerParts(value)) for name, value in attributes_of(sampler).items()}
+    return {
+        name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
+        for name, (value, within) in parts.items()
+        if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
+    }
+
+
+def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:
+    """As :func:`held_by`, of what the passes of a sampler and ``set_epoch`` leave as it was.
+
+    Args:
+        order: The sampler.
+        tried: A copy that was told epoch 0, and iterated.
+    """
+    with suppress(Exception):
+        tried.tell(1)
+    after = held_by(tried.sampler)
+    return {name: value for name, value in held_by(order.sampler).items() if after.get(name) == value}
+
+
+def is_touched(order: UserSampler) -> bool:
+    """Whether something else than its passes has changed a sampler, of which its trial noted what they leave."""
+    now, untouched = held_by(order.sampler), order.facts.untouched or {}
+    return any(now.get(name, value) != value for name, value in untouched.items())
+
+
 class WrittenFiles:
     """Notes whether code that this thread runs within the block opens a file to write it.
 
@@ -345,6 +389,11 @@ def asked_once(order: UserSampler, epoch: int, cycle: int, latest: Asked | None)
     if latest is not None and latest.depends_on == depends_on:
         return latest
     return Asked(depends_on, length_when_told(order, epoch, cycle))
+
+
+def is_length_seen(order: UserSampler, sampler: Any) -> bool:
+    """Whether the length is given, or ``len()`` of a copy is seen to change nothing."""
+    return order.is_cut or len_only_reads(sampler)
 
 
 def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:

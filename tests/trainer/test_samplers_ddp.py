@@ -25,7 +25,7 @@ from support.ranks import Ranks
 from support.runs import Outcome, ended
 from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
 from support.samplers import LENGTH, LOADERS
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
 
@@ -380,3 +380,96 @@ def test_a_limit_leaves_a_sampler_that_is_dealt_out_where_lightning_does_behind_
         assert served == sorted(permutation(epoch)[:16])
     # Lightning deals out the list in an order of its own.
     assert len({str(batch) for _, batch in runs[0]["plain"]}) == len(runs[0]["plain"])
+
+
+# Samplers that call collectives
+
+
+class Broadcasts(Sampler[int]):
+    """Rank 0 draws the order of an epoch, and tells the others."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas, self.weights = own_rank(), num_ranks(), torch.ones(NUM_SAMPLES)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.multinomial(self.weights, NUM_SAMPLES)
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast(drawn, 0)
+        return iter(drawn[self.rank :: self.num_replicas].tolist())
+
+
+class Gathers(Broadcasts):
+    """Weighs samples by counts of all ranks, which a hook raises in training."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = torch.ones(NUM_SAMPLES)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.weights = epoch, self.counts.clone()
+        torch.distributed.all_reduce(self.weights)
+
+
+class Counts(pl.Callback):
+    """Counts what was trained on."""
+
+    def __init__(self, sampler: Gathers) -> None:
+        self.sampler = sampler
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sampler.counts[batch.flatten()] += 4 * batch.flatten()
+
+
+def stopped_everywhere(folder: Path, is_counted: bool) -> list[Any]:
+    """A run, and of stops within epochs and at an end what the resume did."""
+    make: Any = WithCallback(Gathers, Counts) if is_counted else of(Broadcasts)
+    entry = Entry(make, "multiset", deals="itself")
+    whole, again = train_entry(entry), []
+    for stop in (1, len(whole.epoch(0)), len(whole.epoch(0)) + 1):
+        train_entry(entry, save=folder / "stop.ckpt", after=stop)
+        torch.distributed.barrier()
+        resumed = train_entry(entry, ckpt_path=folder / "stop.ckpt")
+        again.append((resumed.trained == whole.trained[stop:], resumed.said, resumed.error))
+    return [whole.trained, whole.said, again]
+
+
+def test_a_sampler_that_broadcasts_its_order_is_exact_and_no_rank_waits_for_others(ranks: Ranks) -> None:
+    for _, said, again in ranks.of(stopped_everywhere, False):
+        assert (said, again) == ([], [(True, [], "")] * 3)
+
+
+def test_where_it_gathers_what_training_changes_a_resume_says_so(ranks: Ranks) -> None:
+    for rank, (_, said, again) in enumerate(ranks.of(stopped_everywhere, True)):
+        assert "Gathers may yield other items than before training" in said[0]
+        for is_exact, said_again, error in again:
+            assert not is_exact
+            assert error or rank or "Gathers had been changed in training" in said_again[0]
+
+
+def asked_by_rank_0(folder: Path) -> list[Any]:
+    """What is left of an epoch of a plain loop in which rank 0 alone looks at the state, and what a resume has of it."""
+
+    def make() -> Any:
+        pl.seed_everything(7, verbose=False)
+        return patch_dataloader(of(Broadcasts)(0), num_replicas=1, rank=0)
+
+    whole, batches_of_epoch, states = make(), [], []
+    for number, batch in enumerate(whole):
+        batches_of_epoch.append(batch.tolist())
+        if number == 0 and own_rank() == 0:
+            assert whole.state_dict()
+        if number == 1:
+            states.append(whole.state_dict())
+    resumed = make()
+    resumed.load_state_dict(states[0])
+    return [batches_of_epoch[2:], [batch.tolist() for batch in resumed]]
+
+
+def test_rank_0_looks_at_the_state_of_such_a_sampler_by_itself(ranks: Ranks) -> None:
+    for left, resumed in ranks.of(asked_by_rank_0):
+        assert left == resumed != []
