@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning
+from lightning_stateful.generators.attributes import names_in
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import (
     PACKAGE,
@@ -284,12 +285,17 @@ class StatefulDataModule(pl.LightningDataModule):
         """The position in the training data, under a key of its own; empty before there are loaders.
 
         A state that was loaded is given back until training goes on there.
+
+        Warns:
+            StatefulWarning: Without a Trainer, a subclass returns loaders of its own, which this module does not see.
         """
         state = self._loaded
         if state is None and self._callback is not None:
             state = self._callback.data_state()
         if state is None and self._built and self._running is None:
             state = self._state_of_built()
+        if state is None:
+            self._warn_of_own_loaders("state_dict() is empty")
         return {} if state is None else {STATE_KEY: deepcopy(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,7 +310,12 @@ class StatefulDataModule(pl.LightningDataModule):
 
         Raises:
             DamagedStateError: Without a Trainer, there is no position in it.
+
+        Warns:
+            StatefulWarning: It is empty, and as in :meth:`state_dict`.
         """
+        if not state_dict:
+            self._warn_of_own_loaders("the state that is loaded is empty, so training data begin from the beginning")
         if self._running is None and state_dict and STATE_KEY not in state_dict:
             if "kind" not in state_dict:
                 raise DamagedStateError(
@@ -315,6 +326,23 @@ class StatefulDataModule(pl.LightningDataModule):
             state_dict = {STATE_KEY: state_dict}
         if self._running in (None, TrainerFn.FITTING):
             self._loaded = deepcopy(data_state_in(state_dict))
+
+    def _warn_of_own_loaders(self, what: str) -> None:
+        """Warn where a subclass leaves states to this module, though it returns loaders of its own in no Trainer."""
+        kind: Any = type(self)
+        keeps_own = kind.state_dict is not StatefulDataModule.state_dict
+        hook = kind.train_dataloader
+        is_own = hook is not StatefulDataModule.train_dataloader and "super" not in names_in(
+            inspect.unwrap(hook).__code__
+        )
+        if is_own and self._trainer is None and not (self._built or keeps_own):
+            rank_zero_warn(
+                f"{kind.__name__}.train_dataloader is your own, and there is no Trainer: {what}, and a resume by it "
+                "trains on all of the epoch again. Return patch_dataloader(loader), and save and load the state_dict "
+                "of that; or train in a Trainer.",
+                category=StatefulWarning,
+                stacklevel=4,
+            )
 
     def take_loaded_state(self) -> Mapping[str, Any] | None:
         """The state that was loaded, if no loaders have gone on from it; it counts as used from now on."""

@@ -103,6 +103,7 @@ class Tracker:
         self._plan: EpochPlan | None = None
         self._num_handed = 0
         self._num_passes = 0
+        self._has_warned = False
         # Whether set_epoch() named the epoch of the latest pass once more: the next one begins that epoch anew.
         self._again = False
         # Counted, so that a running pass notices that it was moved.
@@ -187,8 +188,8 @@ class Tracker:
     def iterate(self, read: Callable[[EpochPlan, int], Iterable[T]], *, resumes: bool = False) -> Iterator[T]:
         """Iterate over a pass, which begins at the first ``next()``.
 
-        The tracker counts the items of the pass that began last; an older iterator goes on uncounted. A state that is
-        loaded meanwhile moves the pass: its next item is the first one after that state.
+        The tracker counts the items of the pass that began last; an older iterator goes on uncounted, and that is
+        warned of. A state that is loaded meanwhile moves the pass: its next item is the first one after that state.
 
         Args:
             read: Called with a plan and a first step; gives one item for each step from there on.
@@ -206,6 +207,8 @@ class Tracker:
                     # was not known, it may be by now.
                     if step == plan.num_steps:
                         self._end_pass(plan)
+                else:
+                    self._warn_of_older(plan)
                 yield item
                 if self._num_seeks != num_seeks and self._num_passes == number:
                     break
@@ -218,6 +221,17 @@ class Tracker:
                 return
             plan = self._begin_pass()
 
+    def _warn_of_older(self, plan: EpochPlan) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A pass of epoch {plan.epoch} goes on, though a later pass of the same loader or sampler has begun. A "
+                "state says where the later one stands, so a resume is not exact: it leaves out what this one has left. "
+                "Look at batches of another loader, and make one for each pass of a zip().",
+                StatefulWarning,
+                stacklevel=3,
+            )
+
     def _begin_pass(self) -> EpochPlan:
         latest = self._plan
         if latest is not None and self._num_handed and self._start.epoch <= latest.epoch:
@@ -225,6 +239,14 @@ class Tracker:
             if self._again:
                 self._start = self.plan_epoch(latest.epoch).progress_after(0)
             else:
+                if self._num_handed == 1 < latest.num_steps and latest.progress_after(0).consumed:
+                    warnings.warn(
+                        f"The pass that went on within epoch {latest.epoch} was left behind its first batch, and what "
+                        "was left of that epoch is not read: a break ends an epoch, as in torch. If that batch was "
+                        "only looked at, as by next(iter(loader)), load the state after that, not before.",
+                        StatefulWarning,
+                        stacklevel=3,
+                    )
                 self._end_pass(latest)
         self._again = False
         plan = self._plan_next_pass()

@@ -14,9 +14,10 @@ from support import sources, texts
 from support.ledger import Numbers
 from support.runs import StopAt, assert_resumes, numbers_module, stopped, train
 from support.stream_runs import chunks
+from torch.utils.data import DataLoader
 
 from lightning_stateful import StatefulDataModule, StreamDataModule
-from lightning_stateful.errors import ConfigurationError, DamagedStateError, StateMismatchError
+from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 
 
 def two(**options: Any) -> StatefulDataModule:
@@ -70,6 +71,37 @@ def test_a_module_goes_on_where_the_state_of_its_loader_was_taken_and_says_where
     assert module.position_report() == loader.position_report() == {"epoch": 0, "samples": 4}
     resumed.load_state_dict(loader.state_dict())
     assert first + read(resumed) == read(numbers_module())
+
+
+class OwnLoader(StatefulDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(20), 2)
+
+
+class JoinedLoader(StatefulDataModule):
+    def train_dataloader(self) -> Any:
+        return super().train_dataloader()
+
+
+class OwnState(OwnLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mine": 1}
+
+
+def test_without_a_trainer_a_subclass_with_loaders_of_its_own_says_that_it_has_no_state() -> None:
+    module = OwnLoader()
+    next(iter(module.train_dataloader()))
+    with pytest.warns(StatefulWarning, match=r"OwnLoader.train_dataloader is your own.*state_dict\(\) is empty"):
+        state = module.state_dict()
+    with pytest.warns(StatefulWarning, match="training data begin from the beginning"):
+        OwnLoader().load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [JoinedLoader, OwnState, StatefulDataModule])
+def test_nothing_is_said_of_one_that_serves_or_saves_them(kind: Any) -> None:
+    module = kind(range(20))
+    module.load_state_dict({})
+    module.state_dict()
 
 
 def test_a_state_that_says_nothing_of_the_data_is_refused() -> None:

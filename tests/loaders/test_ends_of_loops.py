@@ -77,3 +77,30 @@ def test_a_loop_that_leaves_a_sampler_at_its_last_batch_is_resumed_so_or_warned_
     again.load_state_dict(state)
     assert [warning.category for warning in said] == [StatefulWarning] * is_within
     assert (next(iter(again)).tolist() == following) is not is_within
+
+
+def test_a_pass_that_goes_on_behind_a_later_one_is_warned_of_once() -> None:
+    loader = patch_dataloader(DataLoader(range(8), 2), seed=1)
+    with pytest.warns(StatefulWarning, match="A pass of epoch 0 goes on, though a later pass") as said:
+        pairs = list(zip(loader, loader, strict=True))
+    assert (len(pairs), len(said)) == (4, 1)
+
+
+def test_a_look_behind_a_loaded_state_is_warned_of_as_it_ends_the_epoch() -> None:
+    loader, resumed = (patch_dataloader(DataLoader(range(8), 2), seed=1) for _ in range(2))
+    next(iter(loader))
+    resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
+    with pytest.warns(StatefulWarning, match="within epoch 0 was left behind its first batch"):
+        assert len(list(resumed)) == 4
+
+
+def test_nothing_is_said_of_loops_that_are_left_by_break() -> None:
+    loader = patch_dataloader(DataLoader(range(8), 2), seed=1)
+    for _ in range(3):
+        next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    assert len(list(loader)) == 4

@@ -452,7 +452,7 @@ def test_where_it_gathers_what_training_changes_a_resume_says_so(ranks: Ranks) -
 
 
 def asked_by_rank_0(folder: Path) -> list[Any]:
-    """What is left of an epoch of a plain loop in which rank 0 alone looks at the state, and what a resume has of it."""
+    """What is left of an epoch of a plain loop in which rank 0 alone looks at the state, and that of a resume."""
 
     def make() -> Any:
         pl.seed_everything(7, verbose=False)
