@@ -55,9 +55,7 @@ def attributes_of(value: object) -> dict[str, Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             with suppress(AttributeError):
                 held[name] = object.__getattribute__(value, name)
-    return {
-        name: item for name, item in held.items() if not (str(name).startswith(_NOTES) or issubclass(type(item), _LOGS))
-    }
+    return {key: one for key, one in held.items() if not (str(key).startswith(_NOTES) or issubclass(type(one), _LOGS))}
 
 
 _NOTES = ("__pl_saved", "__dict__")

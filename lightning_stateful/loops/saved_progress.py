@@ -66,6 +66,7 @@ _PARTS = {
     "epoch_begun": [bool],
     "flags": (str, bool),
     "passing": {str: str},
+    "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "counted": {str: str},
     "missed": [str],

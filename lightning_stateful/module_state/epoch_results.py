@@ -29,7 +29,7 @@ from lightning_stateful.module_state.metric_states import MetricState, MetricSta
 from lightning_stateful.module_state.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.module_state.module_changes import note_buffers
 from lightning_stateful.module_state.module_flags import look_again
-from lightning_stateful.module_state.passing_values import changed, expect_attributes, look_once
+from lightning_stateful.module_state.passing_values import changed, expect_attributes, look_at_settings, look_once
 from lightning_stateful.module_state.rank_buffers import RankBuffers, put_back, warn_of_parted
 from lightning_stateful.samplers.rank_exchange import post, posted
 
@@ -293,6 +293,7 @@ class EpochResults:
         """Add what was summed up before the resume, once a value has been logged since; a batch ends."""
         self.generators.note_batch_end()
         look_again(trainer)
+        look_at_settings(trainer)
         if self._pending:
             self._add(trainer)
 

@@ -40,7 +40,9 @@ _MOST_NUMBERS = 2**16
 # Weights that are named.
 _MOST_NAMED = 3
 # Kept with the loop, once changed buffers have been named.
-_NAMED = "_named_buffers"
+_NAMED, _OUTSIDE = "_named_buffers", "_outside_optimizers"
+# Of those that no optimizer trains, how many are looked at: whoever averages weights does so with all of them.
+_MOST_OUTSIDE = 4
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
 _SWAP = "_swap_models"
 
@@ -96,7 +98,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     passing_values.end_watching(trainer)
     counted_batches.end_watching(trainer)
     later_hooks.end_watching(trainer)
-    for name in ("_buffers", "_weights", _NAMED):
+    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
@@ -194,8 +196,9 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         )
     if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
         found["flags"] = known
-    if passing := passing_values.changed(trainer, "passing"):
-        found["passing"] = passing
+    for kind in ("passing", "settings"):
+        if of_kind := passing_values.changed(trainer, kind):
+            found[kind] = of_kind
     if steps := manual_steps.inexact_steps(trainer):
         found["steps"] = steps
     if _is_within(progress, started) and (counted := counted_batches.counted_twice(trainer, progress)):
@@ -354,40 +357,66 @@ def look_at_start(trainer: pl.Trainer) -> None:
 
 
 def note_buffers(trainer: pl.Trainer) -> None:
-    """Note what a batch that begins may change and a resume does not: buffers, and what callbacks count."""
+    """Note what a batch that begins may change and a resume does not: buffers, averages, and what callbacks count."""
     counted_batches.note_batch(trainer)
     later_hooks.compare(trainer, "on_train_batch_start")
-    window = trainer.accumulate_grad_batches
-    if window > 1 and (at := next_step(trainer))[1] % window == 0:
-        buffers = dict(trainer.lightning_module.named_buffers())
+    at, window = next_step(trainer), trainer.accumulate_grad_batches
+    tensors = _outside_optimizers(trainer)
+    if at[1] % window == 0 and (tensors or window > 1):
+        tensors = {**tensors, **dict(trainer.lightning_module.named_buffers())} if window > 1 else tensors
         # Kept with the loop.
-        vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(buffer) for name, buffer in buffers.items()}
+        vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(tensor) for name, tensor in tensors.items()}
 
 
-def _noted(buffer: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """A buffer, how often it was changed, and a copy of a small one, as ``buffer.data`` may be changed uncounted."""
-    return buffer, getattr(buffer, NUM_CHANGES), buffer.detach().clone() if buffer.numel() <= _MOST_NUMBERS else None
+def _outside_optimizers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Some of the parameters that no optimizer trains, such as those of a teacher that averages them, by name."""
+    kept, groups = vars(trainer.fit_loop), [group["params"] for one in trainer.optimizers for group in one.param_groups]
+    number = sum(map(len, groups))
+    if kept.get(_OUTSIDE, (None,))[0] != number:
+        trained = {id(parameter) for group in groups for parameter in group}
+        others = [(name, one) for name, one in trainer.lightning_module.named_parameters()]
+        others = [(name, one) for name, one in others if type(one) is torch.nn.Parameter and id(one) not in trained]
+        kept[_OUTSIDE] = number, dict(others[:: len(others) // _MOST_OUTSIDE + 1])
+    found: dict[str, torch.Tensor] = kept[_OUTSIDE][1]
+    return found
 
 
-def _changed_buffers(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
-    """The saved buffers that batches of an open window have changed: BatchNorm's statistics, a queue, an average."""
+def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """A tensor, how often it was changed, and a copy of its first numbers, as ``tensor.data`` is changed uncounted."""
+    return tensor, getattr(tensor, NUM_CHANGES), _first_numbers(tensor).clone()
+
+
+def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a small tensor, or of a large one a row."""
+    tensor = tensor.detach()
+    while tensor.numel() > _MOST_NUMBERS and tensor.dim():
+        tensor = tensor[:_MOST_NUMBERS] if tensor.dim() == 1 else tensor[0]
+    return tensor
+
+
+def _changed_tensors(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """The saved buffers and averages that batches which a resume trains on again have changed, such as a queue."""
     module = trainer.lightning_module
     at, noted = vars(trainer.fit_loop).get("_buffers", (None, {}))
-    if at != (progress.epoch, progress.batch):
+    is_noted = at == (progress.epoch, progress.batch)
+    changed: list[str] = []
+    if not is_noted or trainer.accumulate_grad_batches == 1:
         # In validation all layers are in eval mode, and Lightning remembers which were not.
         modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
         layers = {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
         trained = [name for name, one in layers.items() if one.track_running_stats and modes.get(name, one.training)]
-        return [f"{name}.running_mean".lstrip(".") for name in trained]
-    saved = module.state_dict().keys()
-    now = {name: buffer for name, buffer in module.named_buffers() if name in saved and name in noted}
-    return [name for name, buffer in now.items() if _is_changed(buffer, *noted[name])]
+        changed = [f"{name}.running_mean".lstrip(".") for name in trained]
+    if is_noted:
+        saved, now = module.state_dict().keys(), {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        changed += [name for name in noted if name in saved and name in now and _is_changed(now[name], *noted[name])]
+    return changed
 
 
-def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
-    if copied is not None:
-        return now.shape != copied.shape or now.device != copied.device or not torch.equal(now, copied)
-    return now is not was or getattr(now, NUM_CHANGES) != version
+def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, first: torch.Tensor) -> bool:
+    shown = _first_numbers(now)
+    if shown.shape != first.shape or shown.device != first.device or not torch.equal(shown, first):
+        return True
+    return first.shape != was.shape and (now is not was or getattr(now, NUM_CHANGES) != version)
 
 
 def _is_within(progress: LoopProgress, started: int) -> bool:
@@ -396,21 +425,26 @@ def _is_within(progress: LoopProgress, started: int) -> bool:
 
 
 def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
-    """Warn of buffers, such as BatchNorm's statistics, that hold batches which a resume trains on again."""
+    """Warn of buffers, such as BatchNorm's statistics, and averages that hold batches that a resume trains on again."""
     if not _is_within(progress, started) or trainer.fit_loop._skip_backward:
         return
     kept = vars(trainer.fit_loop)
-    if not kept.get(_NAMED) and (changed := _changed_buffers(trainer, progress)):
+    if not kept.get(_NAMED) and (changed := _changed_tensors(trainer, progress)):
         kept[_NAMED] = True
         at = f"batch {progress.batch} of epoch {progress.epoch}"
         when, what, held = f"after {at} has begun", "it", "it"
         if trainer.accumulate_grad_batches > 1:
             when = f"within the window of accumulated gradients that began with {at}"
             what, held = "its batches", "them"
+        outside = vars(trainer.fit_loop)[_OUTSIDE][1].keys() & {*changed}
+        kinds = [
+            *(["buffers of the module"] if {*changed} - outside else []),
+            *(["parameters that no optimizer trains"] if outside else []),
+        ]
         rank_zero_warn(
             f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
-            f"{what} again, and buffers of the module ({some_of(changed)}) then hold {held} twice. Save in "
-            "on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the first "
-            "such checkpoint.",
+            f"{what} again, and {' and '.join(kinds)} ({some_of(changed)}) then hold {held} twice. "
+            "Save in on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the "
+            "first such checkpoint.",
             category=StatefulWarning,
         )

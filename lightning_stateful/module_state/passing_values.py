@@ -1,6 +1,7 @@
-"""What a module and its callbacks remember and no checkpoint holds: buffers with ``persistent=False``, and attributes.
+"""What training sets and no checkpoint holds: buffers with ``persistent=False``, attributes, and settings.
 
-A temperature that ``on_train_epoch_start`` sets, a running average, a queue of samples: plain attributes that training
+Settings are plain attributes of layers by installed packages, such as Dropout's ``p``, and some of the Trainer's. A
+temperature that ``on_train_epoch_start`` sets, a running average, a queue of samples: plain attributes that training
 has changed are lost by a resume, unless a hook restores them.
 """
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.contents.code_uses import is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
-from lightning_stateful.generators.attributes import attributes_of, defaults_of_class, is_users, package_of
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class, is_users, package_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
@@ -41,6 +42,8 @@ _LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
 _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 # Functions that train; Lightning's own lead to them.
 _TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
+# Settings of the Trainer that a step goes by.
+_OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 # Begins what is no value itself.
 _DIGEST = "#"
 Texts = dict[str, str]
@@ -64,6 +67,8 @@ class _Watch:
         self.at_end: dict[str, Texts] | None = None
         # Attributes of a checkpoint are still to be compared, but for those that another rank speaks of.
         self.is_awaiting, self.shared = False, set[tuple[str, str]]()
+        # So are settings.
+        self.awaits_settings = bool(saved["settings"])
 
 
 def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
@@ -71,9 +76,10 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
 
     Args:
         trainer: The trainer.
-        saved: A state that has the buffers of :func:`changed`, if the run is resumed from a checkpoint.
+        saved: A state that has buffers and settings of :func:`changed`, if the run is resumed from a checkpoint.
     """
-    vars(trainer.fit_loop)[_WATCH] = _Watch({"passing": dict((saved or {}).get("passing", {})), "remembered": {}})
+    of_module = {kind: dict((saved or {}).get(kind, {})) for kind in ("passing", "settings")}
+    vars(trainer.fit_loop)[_WATCH] = _Watch({**of_module, "remembered": {}})
     call_before_epochs(trainer, partial(_begin, trainer))
 
 
@@ -89,7 +95,8 @@ def changed(trainer: pl.Trainer, kind: str) -> Texts:
 
     Args:
         trainer: The trainer.
-        kind: ``"passing"`` for digests of small buffers; ``"remembered"`` for attributes, numbers as text.
+        kind: ``"passing"`` for digests of small buffers; ``"remembered"`` for attributes, and ``"settings"`` for
+            settings, numbers as text.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None:
@@ -189,6 +196,30 @@ def look_once(trainer: pl.Trainer) -> None:
             _log.info(text)
 
 
+def look_at_settings(trainer: pl.Trainer) -> None:
+    """Tell, as the first batch of a resume ends, which settings are others than at the save and were not set since.
+
+    Warns:
+        StatefulWarning: There are such.
+    """
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is None or not known.awaits_settings or known.begun is None:
+        # In most runs, at every batch.
+        return
+    known.awaits_settings = False
+    now, begun = _settings(trainer), known.begun["settings"]
+    left = {name: was for name, was in known.saved["settings"].items() if now.get(name, was) != was}
+    said = [_change(name, was, now[name]) for name, was in left.items() if now[name] == begun.get(name)]
+    if said:
+        rank_zero_warn(
+            "Settings of the Trainer, or of layers of the module, had been changed in training when the checkpoint was "
+            f"written, and are others here: {some_of(said)}. No checkpoint holds them, so the resume is not exact if "
+            "training goes by them. Set them again in on_train_start, or in load_state_dict of the callback that sets "
+            "them.",
+            category=StatefulWarning,
+        )
+
+
 def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
     """Whether code that trains uses an attribute of the module, or of a part of it, as an earlier batch has left it."""
     module = trainer.lightning_module
@@ -216,6 +247,16 @@ def _buffers(trainer: pl.Trainer) -> Texts:
             buffer = held["_buffers"].get(name)
             if buffer is not None and is_plain_tensor(buffer) and buffer.numel() <= _MOST_NUMBERS:
                 found[f"{prefix}.{name}".lstrip(".")] = digest(buffer.detach().cpu())
+    return found
+
+
+def _settings(trainer: pl.Trainer) -> Texts:
+    """Texts of settings by name: ``trainer.accumulate_grad_batches``, ``net.1.p``."""
+    found = {f"trainer.{name}": short_text(getattr(trainer, name, None)) for name in _OF_TRAINER}
+    for prefix, layer in trainer.lightning_module.named_modules():
+        if prefix and not is_users(type(layer).__module__):
+            held = {name: value for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
+            found |= {f"{prefix}.{name}": short_text(value) for name, value in held.items() if type(value) in PLAIN}
     return found
 
 
@@ -281,4 +322,8 @@ def names_of_lightning() -> frozenset[str]:
     return frozenset({*held, "_hparams", "_hparams_initial", "_hparams_name"})
 
 
-_KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {"passing": _buffers, "remembered": texts_of_attributes}
+_KINDS: dict[str, Callable[[pl.Trainer], Texts]] = {
+    "passing": _buffers,
+    "remembered": texts_of_attributes,
+    "settings": _settings,
+}

@@ -226,7 +226,7 @@ class Tracker:
             self._has_warned = True
             warnings.warn(
                 f"A pass of epoch {plan.epoch} goes on, though a later pass of the same loader or sampler has begun. A "
-                "state says where the later one stands, so a resume is not exact: it leaves out what this one has left. "
+                "state says where the later one stands, so a resume is not exact: it lacks what this one has left. "
                 "Look at batches of another loader, and make one for each pass of a zip().",
                 StatefulWarning,
                 stacklevel=3,

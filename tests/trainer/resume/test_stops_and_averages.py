@@ -317,6 +317,42 @@ def test_changed_buffers_are_named_once_a_run(tmp_path: Path, window: int, hook:
         assert sum(bool(re.search(r"hold (it|them) twice", str(one.message))) for one in caught) == 1
 
 
+class Teacher(LedgerModel):
+    """Has a teacher that no optimizer trains, which averages the weights at the head of a step."""
+
+    def __init__(self, *, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.teacher = torch.nn.Linear(4, 6).requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        student: Any = self.net[0]
+        for averaged, weights in zip(self.teacher.parameters(), student.parameters(), strict=True):
+            if self.how == "in place":
+                averaged.data.mul_(0.9).add_(weights.data, alpha=0.1)
+            elif self.how == "replaced":
+                averaged.data = averaged.data * 0.9 + weights.data * 0.1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), self.lr)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "never"])
+@pytest.mark.parametrize("window", [1, 4])
+def test_parameters_that_no_optimizer_trains_are_named_where_a_batch_has_changed_them(
+    tmp_path: Path, window: int, how: str
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 1}
+    run = training(partial(Teacher, how=how))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stopped(tmp_path / "a.ckpt", hook="on_before_backward", batch=5, run=run, **options)
+    said = [str(one.message) for one in caught if "twice" in str(one.message)]
+    expected = r"parameters that no optimizer trains \(teacher.weight, teacher.bias\) then hold (it|them) twice"
+    assert [bool(re.search(expected, one)) for one in said] == [True] * (how != "never")
+
+
 class FineTuneLearningRateFinder(LearningRateFinder):
     def on_fit_start(self, *args: Any, **kwargs: Any) -> None:
         """Finds nothing at the start, as Lightning's documentation has it."""
