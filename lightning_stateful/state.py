@@ -207,9 +207,8 @@ def refuse_differences(
         raise StateMismatchError(found, where=where)
     if found:
         changed = ", ".join(f"{one.path} (saved {one.saved!r}, now {one.present!r})" for one in found)
-        warnings.warn(
-            fingerprint_warning(f"{where} was made with", changed, found[0].path), StatefulWarning, stacklevel=3
-        )
+        text = fingerprint_warning(f"{where} was made with", changed, found[0].path)
+        warnings.warn(text, StatefulWarning, stacklevel=3)
 
 
 def warn_of_other_order(accepted: Iterable[Difference], harmless: Collection[str], *, where: str) -> None:
@@ -356,10 +355,8 @@ _KINDS = {
 
 def order_in_words(kind: str, config: Mapping[str, Any]) -> str:
     """A few words for people on the order of a loader, by what an envelope says of it."""
-    dataset, lengths = config.get("dataset"), config.get("lengths")
-    length = dataset.get("length") if isinstance(dataset, Mapping) else None
-    if length is None and isinstance(lengths, Mapping):
-        length = lengths.get("samples")
+    length = value_at(config, "dataset.length")
+    length = value_at(config, "lengths.samples") if length is None else length
     words = _KINDS.get(kind, f"{{length}} samples in the order {kind!r}")
     known = {"length": f"{length:,}" if isinstance(length, int) else "All", "seed": config.get("seed", "none")}
     return words.format(**known, sources=len(config.get("sources") or ()))
@@ -379,11 +376,10 @@ def _aligned(saved: Mapping[str, Any], present: Mapping[str, Any]) -> tuple[dict
         return before, now
     common = [name for name in before["sources"] if name in now["sources"]]
     before, now = _by_source(before, common), _by_source(now, common)
-    sizes = before.get("batch_size"), now.get("batch_size")
+    sizes = [config.get("batch_size") for config in (before, now)]
     if isinstance(sizes[0], Mapping) != isinstance(sizes[1], Mapping):
-        before["batch_size"], now["batch_size"] = (
-            size if isinstance(size, Mapping) else dict.fromkeys(common, size) for size in sizes
-        )
+        each = [size if isinstance(size, Mapping) else dict.fromkeys(common, size) for size in sizes]
+        before["batch_size"], now["batch_size"] = each
     return before, now
 
 
@@ -397,9 +393,9 @@ def _as_when_saved(before: dict[str, Any], saved: Mapping[str, Any], present: Ma
     changed = {name: value for name, value in saved.get("changed", {}).items() if name not in left_out}
     for of_data in (True, False):
         values = {name: value for name, value in changed.items() if name.startswith("dataset.") is of_data}
-        if values and all(value_at(present["config"], name) == value for name, value in values.items()):
-            for name, value in values.items():
-                before = _replaced(before, name.split("."), value)
+        if values and all(holds(present["config"], name, value) for name, value in values.items()):
+            for name in values:
+                before = _replaced(before, name.split("."), value_at(present["config"], name))
     began = value_at(saved, "progress.began")
     return {**before, "sequence": began} if began and began == value_at(present, "config.sequence") else before
 
@@ -409,6 +405,12 @@ def value_at(config: Any, name: str) -> Any:
     for key in name.split("."):
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
+
+
+def holds(config: Any, name: str, value: Any) -> bool:
+    """Whether a value is in a configuration, or, where that lists those of ranks, that of a rank as ``"0 value"``."""
+    now = value_at(config, name)
+    return now == value or (isinstance(now, list) and value in [f"{rank} {one}" for rank, one in enumerate(now)])
 
 
 def _replaced(config: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -424,9 +426,7 @@ def _of_equal_lengths(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict
         if isinstance(own, Mapping) and isinstance(theirs, Mapping) and own.get("length") != theirs.get("length"):
             config["dataset"] = {name: value for name, value in own.items() if name != "content"}
         if isinstance(contents := config.get("dataset.content"), Mapping):
-            lengths = [
-                part if isinstance(part, Mapping) else {} for part in (before.get("sources"), now.get("sources"))
-            ]
+            lengths = [of if isinstance(of, Mapping) else {} for of in (before.get("sources"), now.get("sources"))]
             kept = {name: of for name, of in contents.items() if lengths[0].get(name) == lengths[1].get(name)}
             config["dataset.content"] = kept
     return before, now
@@ -493,8 +493,7 @@ def _of_source(name: str) -> str:
 
 
 def _remedy(name: str) -> str:
-    name = "dataset.content" if is_content(name) else name
-    if _of_source(name).split(".")[0] == "packing":
-        name = "packing"
+    is_packing = _of_source(name).split(".")[0] == "packing"
+    name = "dataset.content" if is_content(name) else "packing" if is_packing else name
     known = next((_REMEDIES[of] for of in (name, name.split(".")[0]) if of in _REMEDIES), "Restore the saved value")
     return f"{known}, or accept the change with accept=({name!r},)."

@@ -19,7 +19,7 @@ from lightning_stateful.loaders.source_datasets import changed_content, describe
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.distributed import StatefulDistributedSampler
 from lightning_stateful.samplers.rank_exchange import exchanged
-from lightning_stateful.state import value_at
+from lightning_stateful.state import holds, value_at
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
@@ -339,7 +339,9 @@ def warn_unless_restored(
     Returns:
         The names of the attributes of data among them.
     """
-    others = [name for name, value in saved.items() if value_at(config, name) not in (None, value)]
+    others = [
+        name for name, value in saved.items() if not (value_at(config, name) is None or holds(config, name, value))
+    ]
     left = [name for name in others if name not in restored]
     if any(name.startswith(PATH) for name in left):
         # Which has another length for that.

@@ -355,8 +355,8 @@ class WrappedSampler:
         held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
         changed = {name: value for name, value in held.items() if _of_this_rank(value_at(config, name)) != value}
         if self.dealing.is_own and "sequence" in changed:
-            # A state is equal on all ranks.
-            changed["sequence"] = "changed"
+            # Each rank has its own.
+            changed["sequence"] = f"{_rank_of_process()} {sequence}"
         length = changed.get("sampler.length")
         follows = type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of)
         if length is not None and (follows or self.facts.changes_in_len):

@@ -286,9 +286,33 @@ class RaisesLevel(Learns):
         self.sampler.level = self.kept
 
 
-def fit_on_ranks(folder: Path, step: int) -> tuple[list[list[int]], list[str]]:
+class DealtByBuffer(DistributedSampler[int]):
+    """Deals its items out itself, and draws them by a buffer of the module."""
+
+    model: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        level = int(self.model.losses[0])
+        return iter([(index + level) % NUMBER for index in super().__iter__()])
+
+
+class HoldsBuffer(Learns):
+    """Has losses in a buffer, which is equal on all ranks."""
+
+    def train_dataloader(self) -> Any:
+        sampler = DealtByBuffer(range(NUMBER), seed=5)
+        sampler.model = self
+        return DataLoader(range(NUMBER), batch_size=SIZE, sampler=sampler)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.trained.append(batch.tolist())
+        self.losses += 1
+        return (self.weight * batch).float().mean()
+
+
+def fit_on_ranks(folder: Path, step: int, kind: Any = RaisesLevel, of: Any = ByEpoch) -> Any:
     """What this rank trained on, and how it was warned of the beginning of an epoch."""
-    model = RaisesLevel(ByEpoch, "", folder)
+    model = kind(of, "", folder)
     trainer = quiet_trainer(
         StatefulDataCallback(seed=0), limit_val_batches=0, use_distributed_sampler=False, **on_ranks(max_epochs=3)
     )
@@ -305,3 +329,17 @@ def whole_and_resumed(folder: Path) -> list[Any]:
 def test_a_rank_that_deals_itself_goes_by_its_own_beginning(tmp_path: Path) -> None:
     for (whole, _), (resumed, said) in Ranks(2, tmp_path / "ranks").of(whole_and_resumed):
         assert (resumed, said) == (whole[STEPS // 2 + 1 :], [])
+
+
+def by_buffer(folder: Path, step: int) -> list[Any]:
+    return [fit_on_ranks(folder, at, HoldsBuffer, ByBuffer)[0] for at in (0, step)]
+
+
+def test_ranks_that_deal_themselves_by_a_buffer_go_on_exactly_where_an_epoch_begins(tmp_path: Path) -> None:
+    for whole, resumed in Ranks(2, tmp_path / "ranks").of(by_buffer, STEPS // 2):
+        assert resumed == whole[STEPS // 2 :]
+
+
+def test_within_an_epoch_they_are_refused(tmp_path: Path) -> None:
+    for error in Ranks(2, tmp_path / "ranks").errors_of(by_buffer, STEPS // 2 + 2):
+        assert "no longer yields what it did up to this item" in error
