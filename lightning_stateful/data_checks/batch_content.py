@@ -35,6 +35,8 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Batches from one whose content is noted to the next.
 _NOTED_EVERY = 100
+# Names of changes that decide which samples there are.
+_OF_SAMPLES = (PATH, "dataset.indices", "dataset.of.")
 # Characters of the indices of a batch that are kept.
 _MOST_CHARACTERS = 2**15
 
@@ -258,7 +260,7 @@ class BatchContent:
                 if epoch < 0:
                     self._warn_of_same_change(path, states[path].get("changed", {}), now)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
-                is_changing = any(name.startswith(PATH) for name in (*states[path].get("changed", {}), *now))
+                is_changing = any(name.startswith(_OF_SAMPLES) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.
                 is_held = path in saved and saved[path].get("held", "") == self.settings.changed(path)
                 if path in saved and (is_of_epoch or (is_held and not is_changing)):

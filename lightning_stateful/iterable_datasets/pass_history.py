@@ -415,8 +415,9 @@ class FirstSamples(NamedTuple):
             raise PositionError(
                 f"{where} with other samples than before the resume, so that nobody can say which of its samples "
                 "were trained on. It is read again from its beginning: give a new process the dataset as it was built, "
-                "and let no hook restore its position or a count. Better, give it state_dict and load_state_dict, or "
-                "an order that follows from set_epoch(epoch); or resume from the end of an epoch. "
+                "and let no hook restore its position or a count; what it reads from, such as a replay buffer, restore "
+                "as it was when the epoch began. Better, give it state_dict and load_state_dict, or an order that "
+                "follows from set_epoch(epoch); or resume from the end of an epoch. "
                 f'accept=("nondeterministic",) reads on behind as many samples.{"".join(f" {one}" for one in known)}'
             )
         if self.whole == before.whole or not is_seeded:

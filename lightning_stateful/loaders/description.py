@@ -339,9 +339,9 @@ def warn_unless_restored(
     Returns:
         The names of the attributes of data among them.
     """
-    others = [
-        name for name, value in saved.items() if not (value_at(config, name) is None or holds(config, name, value))
-    ]
+    # Of the indices of subsets others speak.
+    saved = {name: value for name, value in saved.items() if name.rpartition(".")[2] != "indices"}
+    others = [name for name in saved if not (value_at(config, name) is None or holds(config, name, saved[name]))]
     left = [name for name in others if name not in restored]
     if any(name.startswith(PATH) for name in left):
         # Which has another length for that.

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from torch.utils.data import ConcatDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, default_collate
 
 from lightning_stateful.contents.dataset_content import content_now, content_of, glance
 from lightning_stateful.core.skip import whole_plan
@@ -16,8 +16,9 @@ from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.mixture.order import MixtureEpochPlan
 from lightning_stateful.mixture.weights import by_name
 from lightning_stateful.packing.plan import SequenceOrder
-from lightning_stateful.samplers.fingerprint import describe_dataset, hex_digest, without_fingerprint
+from lightning_stateful.samplers.fingerprint import describe_dataset, hex_digest, indices_in, without_fingerprint
 from lightning_stateful.samplers.fingerprint import digest as fingerprint
+from lightning_stateful.state import value_at
 
 Collate = Callable[[list[Any]], Any]
 
@@ -247,7 +248,7 @@ def described_with_content(dataset: Any) -> dict[str, Any]:
 
 
 def changed_content(dataset: Any, config: Mapping[str, Any], known: dict[str, Any]) -> dict[str, str]:
-    """Digests of a dataset's attributes that are no longer those of a configuration, by their names in that.
+    """Digests of a dataset's attributes, and a subset's indices, that are no longer those of a configuration, by name.
 
     Args:
         dataset: The dataset.
@@ -256,11 +257,13 @@ def changed_content(dataset: Any, config: Mapping[str, Any], known: dict[str, An
     """
     described = config.get("dataset")
     before = described.get("content") if isinstance(described, Mapping) else None
-    if not before:
+    if not before and not isinstance(dataset, Subset):
         return {}
     if (seen := glance(dataset)) != known.get("glance"):
         known["glance"], now = seen, content_now(dataset)
         # An attribute that is gone, or counts as a cache by now, is no other order of the samples.
-        changed = {name: now[name] for name, was in before.items() if now.get(name, was) != was}
+        changed = {name: now[name] for name, was in (before or {}).items() if now.get(name, was) != was}
         known["changed"] = {f"dataset.content.{name}": digest for name, digest in changed.items()}
+        indices = indices_in(dataset).items()
+        known["changed"] |= {name: digest for name, digest in indices if value_at(config, name) not in (None, digest)}
     return dict(known["changed"])

@@ -72,13 +72,24 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
     if isinstance(files, (list, tuple)) and files and all(isinstance(file, (str, Path)) for file in files):
         described["files"] = _digest_of_files(files)
     if isinstance(dataset, Subset):
-        stride = -(-len(dataset.indices) // _DIGESTED_INDICES) or 1
-        described["indices"] = hex_digest(np.asarray(dataset.indices[::stride], dtype=np.int64).tobytes())
+        described["indices"] = _digest_of_indices(dataset)
         described["of"] = describe_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         described["parts"] = hex_digest(np.asarray(dataset.cumulative_sizes, dtype=np.int64).tobytes())
     described.update(_own_description(dataset))
     return described
+
+
+def _digest_of_indices(subset: Subset[Any]) -> str:
+    stride = -(-len(subset.indices) // _DIGESTED_INDICES) or 1
+    return hex_digest(np.asarray(subset.indices[::stride], dtype=np.int64).tobytes())
+
+
+def indices_in(dataset: Any, path: str = "dataset") -> dict[str, str]:
+    """Digests of the indices of a subset, and of subsets that it is of, by their names in a configuration."""
+    if not isinstance(dataset, Subset):
+        return {}
+    return {f"{path}.indices": _digest_of_indices(dataset), **indices_in(dataset.dataset, f"{path}.of")}
 
 
 def without_fingerprint(described: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -209,4 +209,9 @@ def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> st
             "load_state_dict of the data module or on_load_checkpoint of the LightningModule; or accept the change "
             f"with accept=({difference.path!r},)."
         )
+    if "dataset" in names:
+        return (
+            f"{difference.remedy} If a hook changes the data in training, restore that before the loaders are built, in "
+            "load_state_dict of the data module or on_load_checkpoint of the LightningModule."
+        )
     return difference.remedy
