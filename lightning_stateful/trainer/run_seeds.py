@@ -211,7 +211,7 @@ def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> st
         )
     if "dataset" in names:
         return (
-            f"{difference.remedy} If a hook changes the data in training, restore that before the loaders are built, in "
+            f"{difference.remedy} If a hook changes the data in training, restore that before loaders are built, in "
             "load_state_dict of the data module or on_load_checkpoint of the LightningModule."
         )
     return difference.remedy

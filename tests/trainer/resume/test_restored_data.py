@@ -107,6 +107,6 @@ def test_where_loaders_are_built_before_a_hook_restores_the_data_the_error_says_
 
     stopped(tmp_path / "a.ckpt", make, epoch=1, batch=1, run=train_alone, callbacks=[Grows()])
     with pytest.raises(
-        StateMismatchError, match=r"(?s)length: saved 15, now 12.*before the loaders are built, in load_stat"
+        StateMismatchError, match=r"(?s)length: saved 15, now 12.*before loaders are built, in load_stat"
     ):
         train_alone(make, callbacks=[Grows()], ckpt_path=tmp_path / "a.ckpt")
