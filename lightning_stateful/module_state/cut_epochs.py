@@ -107,9 +107,9 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
     if changed := cut.get("changed"):
         rank_zero_warn(
             f"The epoch that goes on was cut, by max_steps say, and Lightning has called {_HOOK} for it, as it will "
-            f"once more at its end. In that hook, or behind it, {' and '.join(changed)} changed: what is counted or "
-            "changed there is so twice, and the resume is not exact. Resume from a checkpoint that was saved in "
-            "on_train_batch_end, as ModelCheckpoint(every_n_train_steps=...) does.",
+            f"once more at its end. In that hook, or behind it, {' and '.join(changed)} changed: what is counted "
+            "there, or follows from what was there before, is so twice, and then the resume is not exact. Resume from "
+            "a checkpoint that was saved in on_train_batch_end, as ModelCheckpoint(every_n_train_steps=...) does.",
             category=StatefulWarning,
         )
 
