@@ -79,6 +79,11 @@ class SamplerFacts:
     fresh: Any = None
 
     @property
+    def cannot_be_tried(self) -> bool:
+        """Whether no copy of it may be iterated: it cannot be, or calls collectives, for which ranks have to meet."""
+        return bool(self.error) or self.untouched is not None
+
+    @property
     def cannot_be_repeated(self) -> str:
         """Why an epoch, or a later one, cannot be begun again alike, and what to do; empty if all can, or may.
 

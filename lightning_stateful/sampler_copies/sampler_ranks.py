@@ -212,5 +212,8 @@ def name_of_rank(numbers: Sequence[Mapping[str, int]]) -> str | None:
 
 
 def is_given_ranks(sampler: Any) -> bool:
-    """Whether a sampler is of a class that torch leaves to itself on ranks, or holds ranks by a usual name."""
-    return isinstance(sampler, DistributedSampler) or ranks_held(sampler) is not None
+    """Whether a sampler is of a class that torch leaves to itself on ranks, or holds several by a usual name.
+
+    One that was told that there is one rank yields everything, to be dealt out.
+    """
+    return isinstance(sampler, DistributedSampler) or ranks_held(sampler) not in (None, (1, 0))

@@ -117,7 +117,7 @@ def _facts_of(
         facts.error, facts.remembers = f"it raised {type(error).__name__}: {error}", True
     if collectives_begun() != begun:
         # A copy that one rank alone iterates later would wait for the others.
-        facts.error, facts.remembers = "its passes call collectives of torch.distributed", contents() != before
+        facts.remembers = contents() != before
         followed, facts.untouched = None, untouched_by(order, tried)
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     if _fills_cache(order, facts, shared, fresh):
@@ -245,7 +245,7 @@ def _differ_in_items(one: SamplerFacts, other: SamplerFacts) -> bool:
 
 def can_be_tried(order: UserSampler) -> bool:
     """Whether a copy of the sampler tells, in a short while, what it yields now."""
-    return not order.facts.error and order.facts.seconds <= QUICK
+    return not order.facts.cannot_be_tried and order.facts.seconds <= QUICK
 
 
 def yields_otherwise(order: UserSampler) -> bool:

@@ -143,7 +143,7 @@ def _differ(order: UserSampler, reports: list[Any]) -> str:
 def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
     """The way to tell a sampler of one rank, if that is proven to yield what all ranks yield together; else None."""
     facts, held = order.facts, ranks_held(order.sampler)
-    if facts.error or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > PATIENCE:
+    if facts.cannot_be_tried or facts.length is None or facts.seconds * 2 * (num_replicas + 1) > PATIENCE:
         return None
     if held not in (None, (num_replicas, rank)):
         return None

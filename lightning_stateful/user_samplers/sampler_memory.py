@@ -279,7 +279,7 @@ class SamplerMemory:
             return uses_any_of(order.sampler, names)
         if names and sampler_check.yields_otherwise(order):
             return True
-        if held[0] == self._contents[0] or order.facts.error:
+        if held[0] == self._contents[0] or order.facts.cannot_be_tried:
             return False
         first = partial(sampler_check.first_sequence, order)
         with suppress(Exception):
@@ -298,6 +298,8 @@ class SamplerMemory:
             of: Gives the value of a sampler.
         """
         self._close()
+        if order.facts.cannot_be_tried:
+            return False
         return self._in_step.gives(order, self.passes if order.facts.remembers else self.passes[-1:], value, of)
 
     def note_contents(self, order: UserSampler, begun: SamplerPass) -> None:

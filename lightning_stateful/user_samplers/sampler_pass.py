@@ -213,7 +213,7 @@ class SamplerPass:
         order = self._order
         if note is None or not self.has_states or self.end is not None:
             return False
-        if order.facts.error or order.facts.begins_in > _SLOW_TO_GO_ON:
+        if order.facts.cannot_be_tried or order.facts.begins_in > _SLOW_TO_GO_ON:
             return False
         with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True), keep_randomness():
             tried = copy_as_now(order, order.sampler)

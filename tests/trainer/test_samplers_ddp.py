@@ -425,10 +425,24 @@ class Counts(pl.Callback):
         self.sampler.counts[batch.flatten()] += 4 * batch.flatten()
 
 
-def stopped_everywhere(folder: Path, is_counted: bool) -> list[Any]:
+class BroadcastsAll(Broadcasts):
+    """Gives every rank the whole order, for others to deal out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.num_replicas = 0, 1
+
+
+ENTRIES = {
+    "deals itself": Entry(of(Broadcasts), "multiset", deals="itself"),
+    "is dealt out": Entry(of(BroadcastsAll), "multiset"),
+    "counts": Entry(WithCallback(Gathers, Counts), "multiset", deals="itself"),
+}
+
+
+def stopped_everywhere(folder: Path, name: str) -> list[Any]:
     """A run, and of stops within epochs and at an end what the resume did."""
-    make: Any = WithCallback(Gathers, Counts) if is_counted else of(Broadcasts)
-    entry = Entry(make, "multiset", deals="itself")
+    entry = ENTRIES[name]
     whole, again = train_entry(entry), []
     for stop in (1, len(whole.epoch(0)), len(whole.epoch(0)) + 1):
         train_entry(entry, save=folder / "stop.ckpt", after=stop)
@@ -438,13 +452,15 @@ def stopped_everywhere(folder: Path, is_counted: bool) -> list[Any]:
     return [whole.trained, whole.said, again]
 
 
-def test_a_sampler_that_broadcasts_its_order_is_exact_and_no_rank_waits_for_others(ranks: Ranks) -> None:
-    for _, said, again in ranks.of(stopped_everywhere, False):
+@pytest.mark.parametrize("name", ["deals itself", "is dealt out"])
+def test_a_sampler_that_broadcasts_its_order_is_exact_and_no_rank_waits_for_others(ranks: Ranks, name: str) -> None:
+    for batches_of_rank, said, again in ranks.of(stopped_everywhere, name):
+        assert len(batches_of_rank) == 3 * NUM_SAMPLES // 8
         assert (said, again) == ([], [(True, [], "")] * 3)
 
 
 def test_where_it_gathers_what_training_changes_a_resume_says_so(ranks: Ranks) -> None:
-    for rank, (_, said, again) in enumerate(ranks.of(stopped_everywhere, True)):
+    for rank, (_, said, again) in enumerate(ranks.of(stopped_everywhere, "counts")):
         assert "Gathers may yield other items than before training" in said[0]
         for is_exact, said_again, error in again:
             assert not is_exact
