@@ -327,6 +327,16 @@ class Shuffled(Sized):
         return iter(permutation(self.epoch))
 
 
+class ToldOfOne(Shuffled):
+    """Was built before ranks were known, so that each holds that there is one."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank = 1, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(permutation(self.epoch)[self.rank :: self.num_replicas])
+
+
 class TokenBatches(Sampler[list[int]]):
     """Batches of up to ``max_tokens`` of what another sampler yields: another number of them in each epoch."""
 

@@ -260,6 +260,7 @@ _ROWS: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
         {**itself, **ends},
     ),
     "own: share under its own name": (batches(own.RankShare), "equal", itself),
+    "own: built before ranks are known": (of(own.ToldOfOne), "equal", {}),
     "own: rank in slots": (of(own.InSlots), "equal", itself),
     "own: rank in properties": (of(own.InProperties), "equal", itself),
     "own: rank asked of torch in iter": (of(own.AsksTorch), "equal", itself),
