@@ -44,6 +44,8 @@ _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 _TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
 # Settings of the Trainer that a step goes by.
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+# Ends the name of the steps of a learning rate schedule.
+_STEPS = ".last_epoch"
 # Begins what is no value itself.
 _DIGEST = "#"
 Texts = dict[str, str]
@@ -159,7 +161,7 @@ def look_once(trainer: pl.Trainer) -> None:
     Of those that training does not use it is said in the log: many remember a loss for that alone.
 
     Warns:
-        StatefulWarning: Training uses one.
+        StatefulWarning: Training uses one, or one is a schedule of learning rates.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None or not known.is_awaiting or known.begun is None:
@@ -178,19 +180,25 @@ def look_once(trainer: pl.Trainer) -> None:
     ]
     of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
     used = [name for name in left if _is_trained_with(trainer, name)]
-    for are_used, names in ((True, used), (False, [name for name in left if name not in used])):
+    steps = [name for name in left if name.endswith(_STEPS) and name not in used]
+    logged = [name for name in left if name not in (*used, *steps)]
+    all_owners = "module, callbacks or data module"
+    for names, owners, what in (
+        (used, "module", "training_step uses and "),
+        (steps, all_owners, "set learning rates and "),
+        (logged, all_owners, ""),
+    ):
         if not names:
             continue
         said = [_change(name, others[name], now.get(name, "not set")) for name in names]
-        owners = "module" if are_used else "module, callbacks or data module"
         text = (
-            f"Attributes of the {owners}{of_rank} that {'training_step uses and ' if are_used else ''}no checkpoint "
-            f"holds had been changed in training when this one was written, and are others here: {some_of(said)}. If "
-            "training depends on them, the resume is not exact: save them in on_save_checkpoint, or in a callback's "
-            "state_dict, or set them in on_train_start."
+            f"Attributes of the {owners}{of_rank} that {what}"
+            "no checkpoint holds had been changed in training when this one was written, and are others here: "
+            f"{some_of(said)}. If training depends on them, the resume is not exact: save them in on_save_checkpoint, "
+            "or in a callback's state_dict, or set them in on_train_start."
             f"{of_rank and ' It has what rank 0 saves: gather it, or let it be the same on all ranks.'}"
         )
-        if are_used:
+        if what:
             warnings.warn(text, StatefulWarning, stacklevel=2)
         else:
             _log.info(text)
@@ -287,7 +295,7 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
     if isinstance(value, torch.optim.Optimizer):
         return {name: _DIGEST + digest_of_some(states_of(value))}
     if isinstance(value, LRScheduler):
-        return {f"{name}.last_epoch": repr(value.last_epoch)}
+        return {f"{name}{_STEPS}": repr(value.last_epoch)}
     parts: dict[str, Any] = {}
     if isinstance(value, dict):
         parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_ITEMS)}
