@@ -256,7 +256,8 @@ class BatchContent:
                 if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in saved and saved[path]["batch"][0] == epoch
-                self._warn_of_left(path, states[path], now, is_of_epoch and not _has_sampler(loader))
+                tells = is_of_epoch and not _has_sampler(loader) and self._is_read_alike(path, saved[path])
+                self._warn_of_left(path, states[path], now, tells)
                 if epoch < 0:
                     self._warn_of_same_change(path, states[path].get("changed", {}), now)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
@@ -302,6 +303,15 @@ class BatchContent:
             return []
         return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
 
+    def _is_read_alike(self, path: str, saved: Mapping[str, Any]) -> bool:
+        """Whether a batch is read as when it was noted; else there are other batches or draws, or data change by epoch.
+
+        The dataset may change itself, be told the epoch, or have been changed by a hook that has not done so here.
+        """
+        return bool(
+            saved["read_by"] == _read_by(self._loaders[path]) and saved["settings"] == self._changed_settings(path)
+        )
+
     def _read(
         self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any], *, is_first: bool = False
     ) -> dict[str, Any] | None:
@@ -315,8 +325,7 @@ class BatchContent:
         """
         loader, name = self._loaders[path], _name_of(saved)
         with epoch_set_to(trainer, saved["batch"][0]):
-            if saved["read_by"] != _read_by(loader) or saved["settings"] != self._changed_settings(path):
-                # Other batches, or other draws; or the dataset changes itself, or is told the epoch.
+            if not self._is_read_alike(path, saved):
                 return None
             if moved := moved_for_good(loader.dataset):
                 if not is_first:

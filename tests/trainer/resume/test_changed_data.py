@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from support.ledger import LedgerModel, Numbers, batches
 from support.runs import stopped, train_alone
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -110,3 +112,42 @@ def test_where_loaders_are_built_before_a_hook_restores_the_data_the_error_says_
         StateMismatchError, match=r"(?s)length: saved 15, now 12.*before loaders are built, in load_stat"
     ):
         train_alone(make, callbacks=[Grows()], ckpt_path=tmp_path / "a.ckpt")
+
+
+class Cached(Dataset[Any]):
+    """Holds its samples, of which a hook replaces some, and where the next ones come from."""
+
+    def __init__(self) -> None:
+        self.position, self.cache = 12, [(index, torch.full((4,), index / 10)) for index in range(12)]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        number, features = self.cache[index]
+        return {"id": number, "x": features}
+
+    def replace(self) -> None:
+        new = [(self.position + index, torch.full((4,), index / 7)) for index in range(3)]
+        self.position, self.cache = self.position + 3, self.cache[3:] + new
+
+
+class Replaces(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.train_dataloader.dataset.replace()
+
+
+@pytest.mark.parametrize("moment", [(1, 1), (0, 3)])
+def test_a_cache_that_was_replaced_with_a_count_beside_it_is_named_within_an_epoch_too(
+    tmp_path: Path, moment: tuple[int, int]
+) -> None:
+    def make() -> Any:
+        return DataLoader(Cached(), 3, shuffle=True)
+
+    epoch, batch = moment
+    stopped(tmp_path / "a.ckpt", make, epoch=epoch, batch=batch, run=train_alone, callbacks=[Replaces()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_alone(make, callbacks=[Replaces()], ckpt_path=tmp_path / "a.ckpt")
+    said = [one for one in caught if "Cached.cache had been changed in training" in str(one.message)]
+    assert len(said) == (epoch > 0)
