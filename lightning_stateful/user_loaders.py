@@ -245,7 +245,24 @@ def without_repeats(loader: Any) -> Any:
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
     vars(plain).update({key: value for key, value in held.items() if key not in kept}, _iterator=None)
     vars(plain).update({name: repeated.sampler, "persistent_workers": loader.num_workers > 0})
+    vars(plain)[_RESTARTS] = _restarting(type(loader), kept[0])
     return plain
+
+
+# Where such a loader has the names of methods that start workers anew.
+_RESTARTS = "_restarts_workers"
+
+
+def restarts_workers(loader: Any, name: str) -> bool:
+    """Whether a method of a user's loader, by its name, replaces the iterator that it keeps, so that workers end."""
+    return name in vars(users_loader(loader)).get(_RESTARTS, ())
+
+
+def _restarting(kind: type, kept: str) -> frozenset[str]:
+    """The methods of a class that do nothing but put an iterator of torch's in the place of the one that it keeps."""
+    functions = {name: value for one in reversed(kind.__mro__) for name, value in vars(one).items()}
+    codes = {name: value.__code__ for name, value in functions.items() if isinstance(value, FunctionType)}
+    return frozenset(name for name, code in codes.items() if {*code.co_names} == {kept, "_get_iterator"})
 
 
 def _repeats(sampler: Any) -> bool:

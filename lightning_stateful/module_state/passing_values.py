@@ -234,8 +234,9 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
     for prefix, part in module.named_modules():
         inner = name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
         leaf = inner.partition("[")[0].partition(".")[0]
-        # One that is not set yet may have its value from the class.
-        if (leaf in vars(part) or leaf in defaults_of_class(part)) and is_users(type(part).__module__):
+        # One that is not set yet may have its value from the class, or from the first batch. Callbacks' have a dot.
+        is_held = leaf in vars(part) or leaf in defaults_of_class(part) or (inner and "." not in inner)
+        if is_held and is_users(type(part).__module__):
             # Of what an object in an attribute holds, that name.
             last = inner.rpartition(".")[2].partition("[")[0]
             use = uses_of(module, last, may_be_called=callable(vars(part).get(leaf)), read=_TRAINS)

@@ -222,7 +222,8 @@ class Tracker:
             plan = self._begin_pass()
 
     def _warn_of_older(self, plan: EpochPlan) -> None:
-        if not self._has_warned:
+        # Of an iterable dataset a warning speaks that its order gives.
+        if not (self._has_warned or getattr(self.order, "is_read_twice", False)):
             self._has_warned = True
             warnings.warn(
                 f"A pass of epoch {plan.epoch} goes on, though a later pass of the same loader or sampler has begun. A "

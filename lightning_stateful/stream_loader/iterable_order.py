@@ -62,7 +62,7 @@ class IterableOrder(StreamReader):
     settings: IterableConfig
     # The epoch of the latest run.
     _epoch = -1
-    _has_warned = False
+    is_read_twice = False
     # Where a state was loaded that the datasets were not brought to yet.
     _moves_to: tuple[int, int] | None = None
     # Whether a state was loaded since training began.
@@ -274,14 +274,14 @@ class IterableOrder(StreamReader):
         run = self._run
         state = self._with_draws(state)
         if run is not None and run.is_iterated and self.begins_anew:
-            if not self._has_warned:
+            if not self.is_read_twice:
                 warnings.warn(
                     f"{self.name} is read by two iterations of its loader at once. A checkpoint knows only of the "
                     "later one, so a resume is not exact. Give each a loader and a dataset of its own.",
                     StatefulWarning,
                     stacklevel=4,
                 )
-            self._has_warned = True
+            self.is_read_twice = True
             # From now on either may change the dataset between two passes of the other.
             self._watch = self._within = None
             if not (self._shares_workers or self._is_joined):

@@ -43,7 +43,7 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.told_samplers import RECORDS, ToldSamplers, shown_in_place
-from lightning_stateful.user_loaders import TORCHS, has_of_its_own, users_loader
+from lightning_stateful.user_loaders import TORCHS, has_of_its_own, restarts_workers, users_loader
 
 Request = Callable[[], Any]
 
@@ -430,6 +430,8 @@ class LoaderProxy:
             raise AttributeError("This loader's batch sampler has no sampler of its own.")
         if of_user:
             return self._told.found(name, getattr(self._shown, name))
+        if restarts_workers(self.stateful_loader, name):
+            return self.end_workers
         users = users_loader(self.stateful_loader)
         return getattr(users if has_of_its_own(users, name) else self.stateful_loader, name)
 

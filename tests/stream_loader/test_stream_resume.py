@@ -259,6 +259,7 @@ def test_a_pass_that_is_broken_off_is_followed_by_the_next_epoch(how: dict[str, 
         assert (loader.epoch, following) == (epoch + 1, list(islice(map(plain, anew), 3)))
 
 
+@pytest.mark.filterwarnings("ignore:A pass of epoch 0 goes on, though a later pass")
 def test_an_iterator_takes_nothing_from_the_one_that_was_begun_after_it() -> None:
     items, states = observe(SHUFFLED, 9)
     loader = SHUFFLED()

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from support import own_iterations as own
 from support.ddp_runs import Link, assert_chains, chain_of, over_all
-from support.ledger import Numbers, trained
+from support.ledger import LedgerModel, Numbers, trained
 from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
@@ -385,6 +386,45 @@ def test_one_that_keeps_iterators_of_several_loaders_is_warned_of_in_the_run_and
 def test_an_object_that_holds_a_loader_is_shown_with_its_attributes() -> None:
     run: Any = train_alone(partial(made, "Prefetching"), max_epochs=1)
     assert run.trainer.train_dataloader.mean == 0.5
+
+
+class Marked(Numbers):
+    """Has a mark that samples show, and that workers have a copy of."""
+
+    mark = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "x": torch.full((4,), self.mark)}
+
+
+class MarksLater(pl.Callback):
+    """Sets the mark as the second epoch starts, and lets the loader start its workers anew."""
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.train_dataloader.dataset.mark = 1.0
+            trainer.train_dataloader.reset()
+
+
+class Sees(LedgerModel):
+    """Writes down the marks of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.marks.append(float(batch["x"].mean()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_keeps_its_workers_starts_them_anew_where_a_hook_asks_it_to(workers: int) -> None:
+    model = Sees()
+    loader = own.Infinite(Marked(6), 2, num_workers=workers)
+    train_alone(lambda: loader, model=model, callbacks=[MarksLater()], max_epochs=2)
+    assert model.marks == [0.0] * 3 + [1.0] * 3
 
 
 def chain(folder: Path, name: str) -> list[Link]:

@@ -429,10 +429,22 @@ class ByDefault(Trains):
         return self.pace
 
 
+class ByFirst(Trains):
+    """Sets its value in the first batch that finds none, and in every fourth."""
+
+    given: float
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        if not hasattr(self, "given") or self.trainer.global_step % 4 == 0:
+            self.given = float(batch.mean())
+        return self.given
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Trains, ""),
+        (ByFirst, "given was"),
         (ByGiven, ""),
         (ByDefault, "pace was"),
         (ByScale, "scale was 2.0 and is 1.0"),
