@@ -255,7 +255,7 @@ _RESTARTS = "_restarts_workers"
 
 def restarts_workers(loader: Any, name: str) -> bool:
     """Whether a method of a user's loader, by its name, replaces the iterator that it keeps, so that workers end."""
-    return name in vars(users_loader(loader)).get(_RESTARTS, ())
+    return name in getattr(users_loader(loader), "__dict__", {}).get(_RESTARTS, ())
 
 
 def _restarting(kind: type, kept: str) -> frozenset[str]:
