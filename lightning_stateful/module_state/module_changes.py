@@ -77,7 +77,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
         saved: The state of :func:`changes`, if the run is resumed.
     """
     # A fit that failed was not torn down.
-    vars(trainer.fit_loop).pop(_NAMED, None)
+    for name in (_NAMED, _OUTSIDE):
+        vars(trainer.fit_loop).pop(name, None)
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
@@ -436,7 +437,7 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
         if trainer.accumulate_grad_batches > 1:
             when = f"within the window of accumulated gradients that began with {at}"
             what, held = "its batches", "them"
-        outside = vars(trainer.fit_loop)[_OUTSIDE][1].keys() & {*changed}
+        outside = kept.get(_OUTSIDE, (0, {}))[1].keys() & {*changed}
         kinds = [
             *(["buffers of the module"] if {*changed} - outside else []),
             *(["parameters that no optimizer trains"] if outside else []),
