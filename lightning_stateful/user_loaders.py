@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -256,6 +257,48 @@ _RESTARTS = "_restarts_workers"
 def restarts_workers(loader: Any, name: str) -> bool:
     """Whether a method of a user's loader, by its name, replaces the iterator that it keeps, so that workers end."""
     return name in getattr(users_loader(loader), "__dict__", {}).get(_RESTARTS, ())
+
+
+class WorkerRestarts:
+    """Starts the workers of a loader anew where a hook asks for it, as a method of the user's class would.
+
+    Attributes:
+        note: Called when they are about to be.
+    """
+
+    def __init__(self) -> None:
+        self._is_asked = False
+        self.note: Callable[[], object] = bool
+
+    def ask(self) -> None:
+        """Let other workers read what comes next."""
+        self._is_asked = True
+
+    def is_due(self) -> bool:
+        """Whether a hook has asked since this was called last."""
+        is_asked, self._is_asked = self._is_asked, False
+        if is_asked:
+            self.note()
+        return is_asked
+
+    def around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
+        """Batches of a pass.
+
+        Args:
+            read: The batches as they are read now.
+            again: Called with the number of batches that were given; gives those that are left, by other workers.
+        """
+        number, is_over = 0, False
+        while not is_over:
+            if self.is_due():
+                read = again(number)
+            is_over = True
+            for batch in read:
+                number += 1
+                yield batch
+                if self._is_asked:
+                    is_over = False
+                    break
 
 
 def _restarting(kind: type, kept: str) -> frozenset[str]:

@@ -28,14 +28,14 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.generators.rng import seed_or_default
-from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders, name_of
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.patching import build_patched, drawn_as
 from lightning_stateful.loops.saved_progress import SEED_REMEDY
 from lightning_stateful.state import walk, warning_of_unknown
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.streams.stream_state import StreamState
-from lightning_stateful.trainer.loader_proxy import Structure, name_of
+from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 from lightning_stateful.verify.factory import made_by

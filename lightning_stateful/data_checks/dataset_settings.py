@@ -162,6 +162,11 @@ class DatasetSettings:
                 else:
                     self._warn_of_copies(of, now)
 
+    def note_restart(self, path: str) -> None:
+        """The persistent workers of a loader are about to be started anew."""
+        if path in self._values:
+            self._at_begin[path] = self._values[path]()
+
     def note_build(self) -> None:
         """The loaders are about to be built anew, after which hooks of the epoch may set values for the next.
 

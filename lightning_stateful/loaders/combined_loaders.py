@@ -454,3 +454,8 @@ def _by_rank(values: Sequence[Any]) -> Any:
     if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
         return {name: _by_rank([value[name] for value in values]) for name in values[0]}
     return list(values)
+
+
+def name_of(stage: str, path: str) -> str:
+    """The name of a loader in errors and warnings."""
+    return f"the {stage} loader {path!r}" if path else f"the {stage} loader"

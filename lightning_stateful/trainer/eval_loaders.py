@@ -15,11 +15,12 @@ from lightning_stateful.core.order import EpochPlan, SampleCountingPlan
 from lightning_stateful.errors import RankMismatchError, StatefulWarning, UnsupportedLoaderError
 from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.iterable_datasets.set_by_hooks import note_validation
+from lightning_stateful.loaders.combined_loaders import name_of
 from lightning_stateful.loaders.patching import AnyLoader, length_of
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import build_alike, deals_out, own_rank, topology_of
-from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure, name_of
+from lightning_stateful.trainer.loader_proxy import LoaderProxy, Structure
 from lightning_stateful.trainer.train_loaders import Settings
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 

@@ -43,7 +43,7 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.told_samplers import RECORDS, ToldSamplers, shown_in_place
-from lightning_stateful.user_loaders import TORCHS, has_of_its_own, restarts_workers, users_loader
+from lightning_stateful.user_loaders import TORCHS, WorkerRestarts, has_of_its_own, restarts_workers, users_loader
 
 Request = Callable[[], Any]
 
@@ -322,6 +322,7 @@ class LoaderProxy:
         self._given, self._told = _arguments_of(self._shown), ToldSamplers(getattr(loader, "order", None))
         self._locate, self._aside, self._after_read = locate, aside, after_read
         self._isolated, self._note, self.seconds_waited = isolated, note, 0.0
+        self.restarts = WorkerRestarts()
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
         self._ignored = ""
@@ -369,6 +370,10 @@ class LoaderProxy:
         plan, step = found
         return plan, step, self.stateful_loader.batches(plan, step, isolated=self._isolated)
 
+    def _read_again(self, plan: Any, step: int, num_read: int) -> Iterator[Any]:
+        self.end_workers()
+        return self.stateful_loader.batches(plan, step + num_read, isolated=self._isolated)
+
     def _batches(self, made: Callable[[], Any], begun: tuple[Any, int, Iterator[Any]] | None) -> Iterator[Any]:
         # A generator: it runs from the first next() on, when Lightning's counters are those of the batch to come.
         self._end_filter()
@@ -379,15 +384,16 @@ class LoaderProxy:
         asked = time.perf_counter()
         # Neither could be pickled with the trainer.
         self._early = self._holder = None
-        begun = begun or self._begin()
-        if begun is None:
+        if begun is None and self.restarts.is_due():
+            self.end_workers()
+        if (begun := begun or self._begin()) is None:
             return
         plan, step, read = begun
         if "batch_sampler" in vars(self):
             batches = plan.batches(self.stateful_loader.topology.rank, step)
             self.batch_sampler.seen_batch_indices = [indices for _, indices in batches]
         self.num_handed = 0
-        for batch in read:
+        for batch in self.restarts.around(read, partial(self._read_again, plan, step)):
             self.seconds_waited = time.perf_counter() - asked
             if isinstance(batch, FailedBatch):
                 raise batch.error
@@ -431,7 +437,7 @@ class LoaderProxy:
         if of_user:
             return self._told.found(name, getattr(self._shown, name))
         if restarts_workers(self.stateful_loader, name):
-            return self.end_workers
+            return self.restarts.ask
         users = users_loader(self.stateful_loader)
         return getattr(users if has_of_its_own(users, name) else self.stateful_loader, name)
 
@@ -492,8 +498,3 @@ class _ProxyIterator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)
-
-
-def name_of(stage: str, path: str) -> str:
-    """The name of a loader in errors and warnings."""
-    return f"the {stage} loader {path!r}" if path else f"the {stage} loader"

@@ -15,7 +15,7 @@ from lightning_stateful.data_checks import odd_datasets
 from lightning_stateful.data_checks.batch_content import BatchContent
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 from lightning_stateful.generators.rng import seed_or_default
-from lightning_stateful.loaders.combined_loaders import CombinedLoaders
+from lightning_stateful.loaders.combined_loaders import CombinedLoaders, name_of
 from lightning_stateful.loaders.loaders_beside import held_loader
 from lightning_stateful.loaders.patching import (
     AnyLoader,
@@ -43,7 +43,6 @@ from lightning_stateful.trainer.loader_proxy import (
     discard_training_loaders,
     in_hook,
     is_iterated_by_loop,
-    name_of,
     refuse_no_loaders,
     request_training_loaders,
 )
@@ -376,7 +375,7 @@ class TrainLoaders:
         loader = self.combined.loaders[path]
         self._ledger.prepare(loader)
         # One seed for all: which of several loaders is asked last depends on which of them have ended.
-        return LoaderProxy(
+        proxy = LoaderProxy(
             loader,
             partial(self._locate, path),
             self._seed_batch,
@@ -390,6 +389,8 @@ class TrainLoaders:
             note=partial(self._note_batch, path) if self._notes_content or self._ledger.is_on else None,
             aside=partial(self._aside, path),
         )
+        proxy.restarts.note = partial(self.content.settings.note_restart, path)
+        return proxy
 
     def _starts_early(self, path: str) -> bool:
         """Whether workers start before ``on_train_start``, as in Lightning: in a first epoch that is not resumed."""

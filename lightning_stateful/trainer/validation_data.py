@@ -9,12 +9,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.combined_loaders import name_of
 from lightning_stateful.loaders.source_datasets import described_with_content
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.fingerprint import without_fingerprint
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
-from lightning_stateful.trainer.loader_proxy import Structure, name_of
+from lightning_stateful.trainer.loader_proxy import Structure
 
 
 class ValidationData:

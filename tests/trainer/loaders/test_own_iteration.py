@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import own_iterations as own
 from support.ddp_runs import Link, assert_chains, chain_of, over_all
-from support.ledger import LedgerModel, Numbers, trained
+from support.ledger import LedgerModel, Numbers, samples, trained
 from support.quick import thinned
 from support.ranks import Ranks
 from support.runs import assert_goes_on_from_every_moment, train, train_alone
@@ -397,11 +397,16 @@ class Marked(Numbers):
         return {**super().__getitem__(index), "x": torch.full((4,), self.mark)}
 
 
-class MarksLater(pl.Callback):
-    """Sets the mark as the second epoch starts, and lets the loader start its workers anew."""
+class Marks(pl.Callback):
+    """Sets the mark at a moment, and lets the loader start its workers anew."""
 
-    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.current_epoch == 1:
+    def __init__(self, hook: str, epoch: int) -> None:
+        self.epoch, self.is_over = epoch, False
+        setattr(self, hook, self.mark)
+
+    def mark(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch and not self.is_over:
+            self.is_over = True
             trainer.train_dataloader.dataset.mark = 1.0
             trainer.train_dataloader.reset()
 
@@ -420,11 +425,21 @@ class Sees(LedgerModel):
 
 @pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_keeps_its_workers_starts_them_anew_where_a_hook_asks_it_to(workers: int) -> None:
-    model = Sees()
-    loader = own.Infinite(Marked(6), 2, num_workers=workers)
-    train_alone(lambda: loader, model=model, callbacks=[MarksLater()], max_epochs=2)
-    assert model.marks == [0.0] * 3 + [1.0] * 3
+@pytest.mark.parametrize(
+    ("hook", "epoch", "before"),
+    [("on_train_epoch_start", 0, 0), ("on_train_batch_end", 0, 1), ("on_train_epoch_start", 1, 3)],
+)
+def test_a_loader_that_keeps_its_workers_starts_them_anew_where_a_hook_asks_it_to(
+    hook: str, epoch: int, before: int, workers: int
+) -> None:
+    model, loader = Sees(), own.Infinite(Marked(6), 2, num_workers=workers)
+    train_alone(lambda: loader, model=model, callbacks=[Marks(hook, epoch)], max_epochs=2)
+    assert model.marks == [0.0] * before + [1.0] * (6 - before)
+    assert over_epoch(model, 0) == over_epoch(model, 1) == list(range(6))
+
+
+def over_epoch(model: LedgerModel, epoch: int) -> list[int]:
+    return sorted(index for index in samples(model.ledger, epoch))
 
 
 def chain(folder: Path, name: str) -> list[Link]:
