@@ -288,17 +288,17 @@ class WorkerRestarts:
             read: The batches as they are read now.
             again: Called with the number of batches that were given; gives those that are left, by other workers.
         """
-        number, is_over = 0, False
-        while not is_over:
+        number = 0
+        while True:
             if self.is_due():
                 read = again(number)
-            is_over = True
             for batch in read:
                 number += 1
                 yield batch
                 if self._is_asked:
-                    is_over = False
                     break
+            else:
+                return
 
 
 def _restarting(kind: type, kept: str) -> frozenset[str]:

@@ -362,9 +362,12 @@ def note_buffers(trainer: pl.Trainer) -> None:
     counted_batches.note_batch(trainer)
     later_hooks.compare(trainer, "on_train_batch_start")
     at, window = next_step(trainer), trainer.accumulate_grad_batches
-    tensors = _outside_optimizers(trainer)
-    if at[1] % window == 0 and (tensors or window > 1):
-        tensors = {**tensors, **dict(trainer.lightning_module.named_buffers())} if window > 1 else tensors
+    if at[1] % window:
+        return
+    tensors = dict(_outside_optimizers(trainer))
+    if window > 1:
+        tensors |= dict(trainer.lightning_module.named_buffers())
+    if tensors:
         # Kept with the loop.
         vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(tensor) for name, tensor in tensors.items()}
 
@@ -375,8 +378,8 @@ def _outside_optimizers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     number = sum(map(len, groups))
     if kept.get(_OUTSIDE, (None,))[0] != number:
         trained = {id(parameter) for group in groups for parameter in group}
-        others = [(name, one) for name, one in trainer.lightning_module.named_parameters()]
-        others = [(name, one) for name, one in others if type(one) is torch.nn.Parameter and id(one) not in trained]
+        named = trainer.lightning_module.named_parameters()
+        others = [(name, one) for name, one in named if type(one) is torch.nn.Parameter and id(one) not in trained]
         kept[_OUTSIDE] = number, dict(others[:: len(others) // _MOST_OUTSIDE + 1])
     found: dict[str, torch.Tensor] = kept[_OUTSIDE][1]
     return found

@@ -264,10 +264,6 @@ def reads_training(order: UserSampler) -> bool:
     return any(isinstance(part, (torch.nn.Module, torch.optim.Optimizer)) or is_lightnings(part) for part in shared)
 
 
-# Functions that open a file to write it, or may.
-_WRITERS = ((builtins, "open"), (io, "open"), (os, "open"), (torch, "save"), (sqlite3, "connect"))
-
-
 def held_as_told(order: UserSampler, tried: IteratedSampler) -> str:
     """Digest of what a copy holds that was told epoch 0; empty of one that is told none."""
     is_told = order.has_set_epoch
@@ -310,6 +306,10 @@ def is_touched(order: UserSampler) -> bool:
     """Whether something else than its passes has changed a sampler, of which its trial noted what they leave."""
     now, untouched = held_by(order.sampler), order.facts.untouched or {}
     return any(now.get(name, value) != value for name, value in untouched.items())
+
+
+# Functions that open a file to write it, or may.
+_WRITERS = ((builtins, "open"), (io, "open"), (os, "open"), (torch, "save"), (sqlite3, "connect"))
 
 
 class WrittenFiles:
