@@ -330,12 +330,10 @@ class StatefulDataModule(pl.LightningDataModule):
     def _warn_of_own_loaders(self, what: str) -> None:
         """Warn where a subclass leaves states to this module, though it returns loaders of its own in no Trainer."""
         kind: Any = type(self)
-        keeps_own = kind.state_dict is not StatefulDataModule.state_dict
-        hook = kind.train_dataloader
-        is_own = hook is not StatefulDataModule.train_dataloader and "super" not in names_in(
-            inspect.unwrap(hook).__code__
-        )
-        if is_own and self._trainer is None and not (self._built or keeps_own):
+        if self._trainer is not None or self._built or kind.state_dict is not StatefulDataModule.state_dict:
+            return
+        hook = inspect.unwrap(kind.train_dataloader)
+        if hook is not StatefulDataModule.train_dataloader and "super" not in names_in(hook.__code__):
             rank_zero_warn(
                 f"{kind.__name__}.train_dataloader is your own, and there is no Trainer: {what}, and a resume by it "
                 "trains on all of the epoch again. Return patch_dataloader(loader), and save and load the state_dict "

@@ -354,7 +354,7 @@ class WrappedSampler:
         sequence = before if self.is_known else sequence_now(self, before)
         held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
         changed = {name: value for name, value in held.items() if _of_this_rank(value_at(config, name)) != value}
-        if self.dealing.is_own and "sequence" in changed:
+        if self.dealing.is_own and changed.get("sequence", "changed") != "changed":
             # Each rank has its own.
             changed["sequence"] = f"{_rank_of_process()} {sequence}"
         length = changed.get("sampler.length")
