@@ -115,11 +115,14 @@ class EarlierPasses:
         # Of one that its passes change, copies have been read to the end of one.
         if self._history.draws and is_alike and not (self._history.changes and draws_alike):
             said.append(GOES_ON)
+        seed_pass = self._history.seed_pass
         is_unseeded = self._config.gives_batches or self._config.sample_seed is None
-        if is_unseeded and keeps_what_it_draws(self._dataset):
+        if is_unseeded and keeps_what_it_draws(self._dataset, is_begun_alike=seed_pass is not None):
             said.append(KEEPS)
         for number in missing:
             epoch = len(self._history)
+            if seed_pass is not None:
+                seed_pass(epoch)
             self._reader.begin_pass(epoch)
             if not is_alike:
                 # Up to an empty one.

@@ -57,6 +57,7 @@ class PassHistory(list[int]):
         begins: Of a dataset that is told the epoch, whether the beginning of a pass has changed it.
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
         outside: Values outside of the dataset that its code reaches; None until :meth:`look_outside`.
+        seed_pass: Seeds the process's generators as they were for a pass of an earlier epoch; None if nothing did.
         moved: Digests of those that passes have changed, by name, from before the first pass.
         attributes: What passes change in the dataset's own attributes.
         firsts: Of a dataset with a state, texts of attributes behind the first batch of the first pass.
@@ -65,6 +66,7 @@ class PassHistory(list[int]):
 
     changes = draws = begins = is_behind = False
     outside: OutsideValues | None = None
+    seed_pass: Callable[[int], object] | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,14 +46,16 @@ GOES_ON = (
     "load_state_dict."
 )
 KEEPS = (
-    "keeps what it draws from torch, NumPy or random as a pass begins, such as a list that it shuffles in place. That "
-    "is not seeded for it (an iterable that is no DataLoader, or seed_samples=False), and earlier passes are begun "
-    "again with other draws: the resume is not exact. Shuffle a copy, by a generator that is seeded from the epoch, or "
-    "pass a DataLoader, with seed_samples on."
+    "keeps what it draws from torch, NumPy or random in a pass, such as a list that it shuffles in place, or samples "
+    "that wait for the next pass. That is not seeded for it (an iterable that is no DataLoader, or "
+    "seed_samples=False), and earlier passes are read again with other draws: the resume is not exact. Shuffle a copy, "
+    "by a generator that is seeded from the epoch, or pass a DataLoader, with seed_samples on."
 )
 _SIZE, ALL_KINDS = 8, frozenset(KINDS)
 # Items that tell a pass from another.
 _FIRST_ITEMS = 2
+# Passes in which what an iterable keeps of draws is looked for.
+_FEW_PASSES = 4
 # Batches of a pass in which draws of threads are looked for.
 _LOOKS = 8
 # Modules of Python's whose threads run functions; what code names that makes them do so; and what it may hold for that.
@@ -246,20 +248,28 @@ def seed_reads(seed: int | None, kinds: frozenset[str], task: Any, epoch: int, n
         seed_kinds(kinds, mixed_seed(seed, epoch, task.slot - task.rank, number))
 
 
-def keeps_what_it_draws(iterable: Any) -> bool:
-    """Whether a pass over an iterable depends on where the process's generators stood as the one before it began.
+def keeps_what_it_draws(iterable: Any, *, is_begun_alike: bool) -> bool:
+    """Whether a pass over an iterable depends on what the process's generators gave in the one before it.
 
-    Two copies of it are begun under two seeds, left behind their first item, and begun again under one seed.
+    Two copies of it are read in a few passes, which begin under the same seeds, but draw under others in between.
 
     Args:
         iterable: An iterable dataset, or an iterable of batches.
+        is_begun_alike: Whether the pass before begins under the same seed, so that only its later draws are others.
     """
     found: list[str] = []
     with keep_randomness(), suppress(Exception):
         for seed in range(2):
-            copied = copy.deepcopy(iterable)
-            seed_randomness(derive_seed("pass before", seed))
-            next(iter(copied), None)
-            seed_randomness(derive_seed("pass"))
-            found.append(digest_of_sample(list(islice(copied, _FIRST_ITEMS))))
+            copied, firsts = copy.deepcopy(iterable), list[Any]()
+            for number in range(_FEW_PASSES):
+                is_apart = not (number or is_begun_alike)
+                seed_randomness(derive_seed("pass", number, seed if is_apart else 0))
+                items = iter(copied)
+                read = list(islice(items, _FIRST_ITEMS))
+                firsts += [] if is_apart else read
+                if is_begun_alike:
+                    seed_randomness(derive_seed("later", number, seed))
+                # Where it leaves off, it may keep more or less.
+                list(islice(items, number))
+            found.append(digest_of_sample(firsts, only_labels=False))
     return len(set(found)) > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -20,6 +21,7 @@ from lightning_stateful.generators.rng import (
     seed_or_default,
     seed_randomness,
 )
+from lightning_stateful.iterable_datasets.pass_history import history_of
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import (
@@ -129,13 +131,19 @@ class PassSeeds:
         """
         if not combined.is_unseeded(path):
             return
-        stage = f"pass {path}"
+        loader: Any = combined.loaders[path]
+        if not loader.num_workers:
+            history_of(loader.order.dataset).seed_pass = partial(self._seed_pass, combined, path)
         if not self._seeds_model:
             self._before = self._before or Randomness.now()
-        elif path == next(iter(combined.loaders)):
-            if begun and epoch_has_begun(self._trainer):
-                return
-            stage = "epoch start"
+        elif begun and path == next(iter(combined.loaders)) and epoch_has_begun(self._trainer):
+            return
+        self._seed_pass(combined, path, epoch)
+
+    def _seed_pass(self, combined: CombinedLoaders, path: str, epoch: int) -> None:
+        """Seed the process's generators as they are where a loader begins its pass of an epoch."""
+        is_first = self._seeds_model and path == next(iter(combined.loaders))
+        stage = "epoch start" if is_first else f"pass {path}"
         rank, alike = topology_of(self._trainer).rank, kinds_of_model(combined)
         seed_model(self._seed, rank, alike, stage, epoch, 0)
 

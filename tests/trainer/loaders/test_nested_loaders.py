@@ -184,14 +184,55 @@ def test_a_generator_that_an_inner_loader_goes_on_drawing_from_is_warned_of(
         train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning")
-def test_an_iterable_that_keeps_what_the_process_draws_is_warned_of_behind_an_epoch(tmp_path: Path) -> None:
-    def make() -> Any:
-        return Prefetches(DataLoader(InPlace(), batch_size=2))
+class Groups:
+    """Batches of four samples of one parity; those that are left over wait for the next pass."""
 
-    ended(tmp_path / "end.ckpt", make, run=train_alone, max_epochs=1)
-    with pytest.warns(StatefulWarning, match="Prefetches .* keeps what it draws from torch, NumPy or random as a pass"):
-        train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.left = loader, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self.loader:
+            kept = [one for one in self.left if (one["id"] - sample["id"]) % 2 == 0]
+            self.left.append(sample)
+            if len(kept) == 3:
+                self.left = [one for one in self.left if (one["id"] - sample["id"]) % 2]
+                yield default_collate([*kept, sample])
+
+
+class Forever(IterableDataset[Any]):
+    """Samples in a mixed order, without an end, with noise of their own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for index in random.Random(5).sample(range(22), 22):
+                yield {**NUMBERS[index], "x": torch.rand(4)}
+
+
+FROM_MODEL = pytest.mark.filterwarnings(
+    "ignore:.*from where the model has left them:lightning_stateful.errors.StatefulWarning"
+)
+
+
+@FROM_MODEL
+@pytest.mark.parametrize("kind", ["in place", "grouped", pytest.param("grouped, lasting", marks=pytest.mark.slow)])
+def test_what_an_iterable_keeps_of_draws_at_the_beginning_of_a_pass_is_drawn_again(tmp_path: Path, kind: str) -> None:
+    def make() -> Any:
+        if kind == "in place":
+            return Prefetches(DataLoader(InPlace(), batch_size=2))
+        how: dict[str, Any] = {"batch_size": None, "num_workers": 1, "persistent_workers": kind != "grouped"}
+        return Groups(DataLoader(Forever(), **how))
+
+    assert_goes_on_from_every_moment(tmp_path, make, MOMENTS, train_alone, max_epochs=3, limit_train_batches=8)
+
+
+@FROM_MODEL
+def test_an_iterable_that_keeps_what_is_drawn_later_in_a_pass_is_warned_of_behind_an_epoch(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Groups(DataLoader(Forever(), batch_size=None))
+
+    ended(tmp_path / "end.ckpt", make, run=train_alone, max_epochs=1, limit_train_batches=8)
+    with pytest.warns(StatefulWarning, match="Groups .* keeps what it draws from torch, NumPy or random in a pass"):
+        train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=2, limit_train_batches=8)
 
 
 def test_nothing_is_said_of_a_loader_that_begins_alike(tmp_path: Path) -> None:
