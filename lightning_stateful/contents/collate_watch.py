@@ -173,7 +173,7 @@ def _content(value: Any) -> bytes:
         # Memory that is written again for each batch is no buffer; another tensor in its place is.
         return f"#{id(value)}#".encode()
     if isinstance(value, (dict, set)):
-        value = [key for key in value if isinstance(key, (str, int, tuple))]
+        value = [key for key in list(value) if isinstance(key, (str, int, tuple))]
     if isinstance(value, (list, tuple, deque)):
         # Longer ones have another beginning, too, where they are consumed.
         return b"".join(b"|" + b"".join(bytes_of(item)) for item in list(value)[:_MOST_WATCHED])

@@ -25,6 +25,7 @@ from lightning_stateful.generators.attributes import (
     closure_of,
     defaults_of_class,
     is_users,
+    listed,
     package_of,
     text_of_plain,
 )
@@ -131,7 +132,7 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, (list, tuple, deque, dict)):
         base = base_of(value)
-        items = dict.items(value) if isinstance(value, dict) else enumerate(base.__iter__(value))
+        items = list(dict.items(value)) if isinstance(value, dict) else enumerate(listed(value, base))
         yield from ((str(key), item) for key, item in items) if base.__len__(value) <= _MOST_ITEMS else ()
         # Of a subclass.
         yield from ((("__dict__", value.__dict__),) if hasattr(value, "__dict__") else ())

@@ -31,6 +31,7 @@ from lightning_stateful.generators.attributes import (
     named_outside,
     names_in,
     reached,
+    unless_changed,
 )
 
 T = TypeVar("T")
@@ -362,7 +363,7 @@ def _copied(value: Any) -> Any:
         is_count = (value.numel() if isinstance(value, torch.Tensor) else value.size) == 1
         return value.item() if is_count and not getattr(value, "is_cuda", False) else value
     if isinstance(value, dict):
-        return dict(islice(dict.items(value), _MOST_ITEMS))
+        return unless_changed(lambda: dict(islice(dict.items(value), _MOST_ITEMS)))
     if isinstance(value, (set, frozenset)):
         return frozenset(value) if len(value) <= _MOST_ITEMS else len(value)
     if isinstance(value, deque) or (isinstance(value, (list, tuple)) and len(value) <= 2 * _MOST_ITEMS):

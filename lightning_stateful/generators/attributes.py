@@ -5,10 +5,8 @@ Nothing of their code is called.
 
 from __future__ import annotations
 
-import builtins
 import dis
 import logging
-import math
 import os
 import sys
 from collections import OrderedDict, deque
@@ -240,6 +238,26 @@ def base_of(value: Any) -> Any:
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, deque)
 
 
+def unless_changed(read: Callable[[], T]) -> T:
+    """What a function reads of a container, such as a queue, read anew where another thread has changed it meanwhile.
+
+    Raises:
+        RuntimeError: It was changed each time.
+    """
+    for _ in range(_TRIES):
+        with suppress(RuntimeError):
+            return read()
+    return read()
+
+
+_TRIES = 1000
+
+
+def listed(value: Any, base: Any) -> list[Any]:
+    """The items of a container, or the keys of a dict, which is, or is derived from, a built-in one."""
+    return unless_changed(lambda: list(base.__iter__(value)))
+
+
 def _parts_of_container(value: Any) -> list[Part]:
     base = base_of(value)
     if issubclass(base, dict):
@@ -247,7 +265,7 @@ def _parts_of_container(value: Any) -> list[Part]:
         named = [(key if type(key) is str else str(number), part, value, key) for number, (key, part) in items]
         parts = [part for part in named if type(part[1]) not in _ENDS]
     else:
-        values = list(base.__iter__(value))
+        values = listed(value, base)
         parts = [] if is_data(values) else _numbered(values, value)
     # One of a subclass has attributes too.
     return parts if type(value) in _CONTAINERS else parts + _parts_in_attributes(value, has_slots=True)
@@ -453,48 +471,3 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
-
-
-# What a length may be computed with: nothing of this changes plain values, or containers of them.
-_COUNTING = frozenset({"len", "int", "float", "bool", "sum", "max", "min", "abs", "round", "map"})
-_COUNTING_METHODS = frozenset({"values", "keys", "items", "ceil", "floor"})
-_COUNTED = frozenset({list, tuple, dict, set, frozenset, deque})
-
-
-def len_only_reads(value: object) -> bool:
-    """Whether the code of ``len(value)`` is seen to change nothing: False also where that cannot be seen.
-
-    It may read attributes of the object that are plain or hold plain values, or containers of them, count and compute.
-    """
-    kind, held = type(value), getattr(value, "__dict__", {})
-    function = next((vars(of)["__len__"] for of in kind.__mro__ if "__len__" in vars(of)), None)
-    if not isinstance(function, FunctionType) or kind.__getattribute__ is not object.__getattribute__:
-        return False
-    code, before = function.__code__, ("", None)
-    if code.co_freevars or len(code.co_varnames) > 1 or any(isinstance(of, CodeType) for of in code.co_consts):
-        return False
-    for step in dis.get_instructions(code):
-        name = step.argval
-        if step.opname.startswith(("STORE", "DELETE", "IMPORT", "YIELD")):
-            return False
-        if step.opname == "LOAD_GLOBAL":
-            named = function.__globals__.get(name, getattr(builtins, name, None))
-            counts = name in _COUNTING and named is getattr(builtins, name)
-            if not counts and named is not math:
-                return False
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in _COUNTING_METHODS:
-            is_own = before[0].startswith("LOAD_FAST") and not any(name in vars(of) for of in kind.__mro__)
-            if not is_own or name not in held or not _is_counted(held[name]):
-                return False
-        before = step.opname, name
-    return True
-
-
-def _is_counted(value: object) -> bool:
-    """Whether code that counts and computes cannot run code of a user's by this value."""
-    if isinstance(value, np.ndarray):
-        return type(value) is np.ndarray and not value.dtype.hasobject
-    if type(value) not in _COUNTED:
-        return type(value) in PLAIN or type(value) is torch.Tensor
-    items: Any = value.values() if isinstance(value, dict) else value
-    return all(of in PLAIN or of in _COUNTED for of in set(map(type, items)))

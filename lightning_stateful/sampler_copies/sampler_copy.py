@@ -36,16 +36,18 @@ from lightning_stateful.generators.attributes import (
     is_data,
     is_lightnings,
     is_users,
+    listed,
     named_outside,
     package_of,
     parts_of_class,
     reached,
     some,
     text_of_plain,
+    unless_changed,
 )
 from lightning_stateful.generators.generator_states import GeneratorState, identity_of, state_for
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
-from lightning_stateful.samplers.fingerprint import as_array, digest, hex_digest, is_mapped
+from lightning_stateful.samplers.fingerprint import as_array, as_written, digest, hex_digest, is_mapped
 
 T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
@@ -125,7 +127,7 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     items: list[tuple[Any, Any]] = []
     base = base_of(value)
     if base is not None and (base.__len__(value) <= LONG or type(value) in (dict, list, tuple, set)):
-        held = list(base.__iter__(value))
+        held = listed(value, base)
         items = [*(("key", key) for key in held), *base.items(value)] if issubclass(base, dict) else [*enumerate(held)]
     # A subclass of a container has attributes beside its items.
     return [*attributes_of(value).items(), *items]
@@ -136,7 +138,7 @@ def _as_base(value: Any) -> Any:
     base = base_of(value)
     if base is None or not is_users(type(value).__module__):
         return value
-    return base(base.items(value) if issubclass(base, dict) else base.__iter__(value))
+    return base(base.items(value) if issubclass(base, dict) else listed(value, base))
 
 
 def _length(value: Any) -> int:
@@ -455,28 +457,16 @@ def _all_shown(values: list[Any], of_copy: bool = False) -> str:
     return str([_shown(value, of_copy) for value in values])
 
 
-def as_written(values: Any) -> bytes | None:
-    """Integers of 32 bits in lists, as bytes that are equal for equal ones; None if there is anything else.
-
-    This takes a fraction of the time of looking at the type of each.
-    """
-    try:
-        written = marshal.dumps(values, 0)
-    except ValueError:
-        return None
-    # Such an integer, and the length of a list or tuple, take four bytes behind a letter; so each fifth byte is a
-    # letter, unless something else comes before it, of which the letter is another one.
-    return None if written[::5].translate(None, b"[(i") else written
-
-
 def _spread(values: Any) -> list[Any]:
     """All items of a container, those of a dict with keys, of a set sorted if plain; or some thousand evenly apart."""
     values = _as_base(values)
     values = values.items() if isinstance(values, (dict, UserDict)) else values
     step = max(len(values) // SPREAD, 1)
-    if isinstance(values, set) and step == 1 and BUILT_IN.issuperset(map(type, values)):
+    if isinstance(values, set) and step == 1 and BUILT_IN.issuperset(map(type, list(values))):
         return sorted(values, key=repr)
-    return list(values[::step] if isinstance(values, (list, tuple)) else islice(values, 0, None, step))
+    if isinstance(values, (list, tuple)):
+        return list(values[::step])
+    return unless_changed(lambda: list(islice(values, 0, None, step)))
 
 
 def _shown(value: Any, of_copy: bool = False) -> str:

@@ -1,11 +1,20 @@
-"""Facts that trying a copy of a user's sampler shows: what it yields, and the way its items come to ranks."""
+"""Facts that trying a copy of a user's sampler shows: what it yields, how items come to ranks, and of its length."""
 
 from __future__ import annotations
 
+import builtins
+import dis
+import math
+from collections import deque
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
+
 from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.sampler_copies.sampler_ranks import Setting
 
 ResumeMode = Literal["fast_forward", "own_state"]
@@ -150,3 +159,48 @@ class Dealing:
     facts: SamplerFacts | None = None
     begins: str | list[str] = ""
     note: str = ""
+
+
+# What a length may be computed with: nothing of this changes plain values, or containers of them.
+_COUNTING = frozenset({"len", "int", "float", "bool", "sum", "max", "min", "abs", "round", "map"})
+_COUNTING_METHODS = frozenset({"values", "keys", "items", "ceil", "floor"})
+_COUNTED = frozenset({list, tuple, dict, set, frozenset, deque})
+
+
+def len_only_reads(value: object) -> bool:
+    """Whether the code of ``len(value)`` is seen to change nothing: False also where that cannot be seen.
+
+    It may read attributes of the object that are plain or hold plain values, or containers of them, count and compute.
+    """
+    kind, held = type(value), getattr(value, "__dict__", {})
+    function = next((vars(of)["__len__"] for of in kind.__mro__ if "__len__" in vars(of)), None)
+    if not isinstance(function, FunctionType) or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    code, before = function.__code__, ("", None)
+    if code.co_freevars or len(code.co_varnames) > 1 or any(isinstance(of, CodeType) for of in code.co_consts):
+        return False
+    for step in dis.get_instructions(code):
+        name = step.argval
+        if step.opname.startswith(("STORE", "DELETE", "IMPORT", "YIELD")):
+            return False
+        if step.opname == "LOAD_GLOBAL":
+            named = function.__globals__.get(name, getattr(builtins, name, None))
+            counts = name in _COUNTING and named is getattr(builtins, name)
+            if not counts and named is not math:
+                return False
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name not in _COUNTING_METHODS:
+            is_own = before[0].startswith("LOAD_FAST") and not any(name in vars(of) for of in kind.__mro__)
+            if not is_own or name not in held or not _is_counted(held[name]):
+                return False
+        before = step.opname, name
+    return True
+
+
+def _is_counted(value: object) -> bool:
+    """Whether code that counts and computes cannot run code of a user's by this value."""
+    if isinstance(value, np.ndarray):
+        return type(value) is np.ndarray and not value.dtype.hasobject
+    if type(value) not in _COUNTED:
+        return type(value) in PLAIN or type(value) is torch.Tensor
+    items: Any = value.values() if isinstance(value, dict) else value
+    return all(of in PLAIN or of in _COUNTED for of in set(map(type, items)))

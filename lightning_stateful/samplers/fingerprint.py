@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import marshal
 import math
 import sys
 import warnings
@@ -344,14 +345,30 @@ def short_text(value: Any, depth: int = 0) -> str:
         value = sorted(map(repr, value)) if len(value) <= _LISTED_ITEMS else [len(value)]
     size = len(value) if isinstance(value, (list, tuple, deque, dict)) else 0
     if isinstance(value, dict):
-        keys = list(value)
-        value = [part for place in spread(size, _LISTED_ITEMS) for part in (keys[place], value[keys[place]])]
-    if not isinstance(value, (list, tuple, deque)):
+        items = list(value.items())
+        value = [part for place in spread(len(items), _LISTED_ITEMS) for part in items[place]]
+    # Another thread may change a queue.
+    value = list(value) if isinstance(value, deque) else value
+    if not isinstance(value, (list, tuple)):
         return ""
     if depth == _MOST_SHOWN:
         return f"#{size}"
     parts = [short_text(value[place], depth + 1) for place in spread(len(value), 2 * _LISTED_ITEMS)]
     return f"#{size} {digest(parts)}" if all(parts) else ""
+
+
+def as_written(values: Any) -> bytes | None:
+    """Integers of 32 bits in lists, as bytes that are equal for equal ones; None if there is anything else.
+
+    This takes a fraction of the time of looking at the type of each.
+    """
+    try:
+        written = marshal.dumps(values, 0)
+    except ValueError:
+        return None
+    # Such an integer, and the length of a list or tuple, take four bytes behind a letter; so each fifth byte is a
+    # letter, unless something else comes before it, of which the letter is another one.
+    return None if written[::5].translate(None, b"[(i") else written
 
 
 def digest_of_some(tensors: Iterable[torch.Tensor]) -> str:

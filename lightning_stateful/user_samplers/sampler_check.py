@@ -15,7 +15,6 @@ from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
-    as_written,
     digest_of_contents,
     digest_of_generators,
     names_unseen,
@@ -29,7 +28,7 @@ from lightning_stateful.sampler_copies.shared_objects import (
     said_of_changes,
     surroundings_in_trial,
 )
-from lightning_stateful.samplers.fingerprint import digest, types_not_compared
+from lightning_stateful.samplers.fingerprint import as_written, digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_trial import (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.generators.attributes import attributes_of, is_lightnings, len_only_reads
+from lightning_stateful.generators.attributes import attributes_of, is_lightnings
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
@@ -26,7 +26,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     digest_of_generators,
     surroundings_of,
 )
-from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
+from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts, len_only_reads
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, told
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.samplers.fingerprint import digest, hex_digest

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 import threading
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from support.ledger import Numbers
 from support.samplers import Bag, Unpicklable
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lightning_stateful.contents.held_state import HeldState
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
@@ -234,3 +237,35 @@ def test_one_that_does_something_where_it_is_dropped_is_not_copied(tmp_path: Pat
     assert "cannot be copied" in facts.error
     del copied, facts
     assert list(sampler) == [2, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [deque, dict, set, type("Own", (deque,), {})])
+def test_a_container_that_a_thread_changes_is_looked_into(kind: Any) -> None:
+    seconds = sys.getswitchinterval()
+    held, is_over = kind(zip(range(300), range(300), strict=True)), threading.Event()
+
+    def change() -> None:
+        for number in count(300):
+            if is_over.is_set():
+                return
+            if isinstance(held, deque):
+                held.append((number, number))
+                held.popleft()
+            elif isinstance(held, dict):
+                held[number] = Bag()
+                del held[number - 1 if number > 300 else 0]
+            else:
+                held.add((number, number))
+                held.discard((number - 1, number - 1))
+
+    sampler, thread = Bag(held=held), threading.Thread(target=change)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            assert digest_of_contents(sampler)
+            assert HeldState(sampler).containers() is not None
+    finally:
+        sys.setswitchinterval(seconds)
+        is_over.set()
+        thread.join()

@@ -16,7 +16,7 @@ import pytest
 from support.samplers import Bag
 from torch.utils.data import Sampler
 
-from lightning_stateful.generators.attributes import len_only_reads
+from lightning_stateful.sampler_copies.sampler_facts import len_only_reads
 
 COUNT = 3
 
