@@ -288,3 +288,15 @@ def is_untouched(before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return False
     return all(one is other or (type(one) is int and one == other) for one, other in zip(before, now, strict=True))
+
+
+def is_handed_on(read: Any, held: list[Any], batch: Any) -> bool:
+    """Whether a batch is one that was read, or another list, tuple or dict with the same in it, all of it as it was.
+
+    Args:
+        read: The batch that was read.
+        held: Its :func:`values_in`, from when it was read.
+        batch: The batch that may be it.
+    """
+    is_repacked = any(isinstance(read, kinds) and isinstance(batch, kinds) for kinds in ((list, tuple), dict))
+    return (read is batch or is_repacked) and is_untouched(held[1:], values_in(batch)[1:])

@@ -22,6 +22,7 @@ from lightning_stateful.data_checks.dataset_settings import DatasetSettings, bui
 from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
+from lightning_stateful.loaders.own_iteration import OwnTracker
 from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loaders.planned_batches import ChosenBatch
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -141,8 +142,9 @@ class BatchContent:
         return {"content": deepcopy(content), "dataset_settings": self.settings.state()}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
-        now = self._changed_settings(path), self.settings.changed(path)
-        return path in self._loaders and (noted["settings"], noted.get("held", "")) == now
+        if path not in self._loaders or not _hands_on(self._loaders[path]):
+            return False
+        return (noted["settings"], noted.get("held", "")) == (self._changed_settings(path), self.settings.changed(path))
 
     def expect(
         self,
@@ -369,11 +371,19 @@ def _has_sampler(loader: StatefulLoader) -> bool:
     return isinstance(loader.order, WrappedSampler)
 
 
+def _hands_on(loader: StatefulLoader) -> bool:
+    """Whether a loader gives the batches that DataLoader reads, as one with an ``__iter__`` of its own may not."""
+    watch = loader.tracker.watch if isinstance(loader.tracker, OwnTracker) else None
+    return watch is None or (watch.is_known and not watch.differs)
+
+
 def _kept_indices(indices: Any) -> list[Any] | None:
     """The indices of a batch as a state has them, and whether they are items of a list; None for others, or too many.
 
     Numbers of NumPy and tensors take a thousandth of the space in an array.
     """
+    if indices is None:
+        return None
     is_listed = type(indices) is list
     if len(kinds := {*map(type, indices)} if is_listed else ()) == 1:
         kind = next(iter(kinds))

@@ -1,9 +1,9 @@
 """DataLoaders that resume where the model was trained to."""
 
 from lightning_stateful.generators.rng import keep_randomness, seed_randomness
-from lightning_stateful.loaders.batch_reader import SeededDataset
 from lightning_stateful.loaders.packed_dataset import PackedDataset, collate_flat
 from lightning_stateful.loaders.patching import build_patched, is_patched, patch_dataloader
+from lightning_stateful.loaders.planned_batches import SeededDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 
 __all__ = [

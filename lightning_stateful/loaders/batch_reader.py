@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_stateful.contents.collate_watch import CollateWatch
 from lightning_stateful.contents.held_state import HeldState
@@ -29,8 +29,10 @@ from lightning_stateful.loaders.planned_batches import (
     ChosenBatch,
     OwnPasses,
     PlannedBatches,
-    SeededIndex,
+    SeededDataset,
     ShownSampler,
+    read_batch,
+    read_seeded,
     users_sampler,
 )
 from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
@@ -47,98 +49,24 @@ class FailedBatch(NamedTuple):
     error: Exception
 
 
-class SeededDataset(Dataset[Any]):
-    """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
-
-    It takes ``(seed, indices)`` for a batch, or a :class:`SeededIndex`. So a batch is read with the same random numbers
-    in every process, and collated with the same ones. A dataset with ``__getitems__`` is asked for whole batches, as
-    torch does. Every other attribute is the wrapped dataset's.
-
-    Args:
-        dataset: A map-style dataset.
-        held: The generators to be seeded too; None for those that the dataset holds.
-        watch: A :class:`CollateWatch`, which looks at the ``collate_fn`` between batches.
-        reads: Looks at the dataset before and after each of the first batches.
-    """
-
-    def __init__(
-        self, dataset: Any, held: HeldGenerators | None = None, watch: Any = None, reads: ReadWatch | None = None
-    ) -> None:
-        held = held or HeldGenerators(dataset=dataset)
-        # The seed of what is read by hand, and how often that was done under it.
-        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch, _reads=reads, _by_hand=None)
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling asks for attributes before __dict__ is filled.
-        if name.startswith("__") or "dataset" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["dataset"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["dataset"], name, value)
-
-    def __len__(self) -> int:
-        return len(self.__dict__["dataset"])
-
-    def __getitem__(self, index: Any) -> Any:
-        """The sample at a :class:`SeededIndex`; at a bare one by hand, or in a ``worker_init_fn`` that looks in."""
-        if isinstance(index, SeededIndex):
-            return self._seeded(index.seed, partial(getitem, vars(self)["dataset"], index.index))
-        return self._read_by_hand(partial(getitem, vars(self)["dataset"], index))
-
-    def begin_by_hand(self, seed: int) -> None:
-        """Seed what a user's ``__iter__`` reads by hand from now on, as often as it does, from ``seed``."""
-        vars(self)["_by_hand"] = [seed, 0]
-
-    def _read_by_hand(self, read: Callable[[], Any]) -> Any:
-        by_hand = vars(self)["_by_hand"]
-        if by_hand is None or get_worker_info() is not None:
-            return read()
-        by_hand[1] += 1
-        return self._seeded(mixed_seed(*by_hand), read)
-
-    def __getitems__(self, batch: Any) -> Any:
-        """The samples of a batch, ``(seed, indices)``; of bare indices by hand."""
-        if not isinstance(batch, tuple):
-            return self._read_by_hand(partial(read_batch, vars(self)["dataset"], batch))
-        seed, indices = batch
-        watch = vars(self)["_collate_watch"]
-        is_watched = watch is not None and not watch.is_over
-        if is_watched:
-            watch.after()
-        samples = self._seeded(seed, partial(read_batch, vars(self)["dataset"], indices))
-        if is_watched and not watch.is_over:
-            watch.before()
-        return samples
-
-    def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
-        held, reads = vars(self)["_held_generators"], vars(self)["_reads"]
-        if reads is not None and not reads.is_over:
-            read = partial(reads, read)
-        if not held.is_idle:
-            return held(seed, partial(_read_seeded, seed, read))
-        return _read_seeded(seed, read)
-
-
-def _read_seeded(seed: int, read: Callable[[], Any]) -> Any:
-    seed_randomness(seed)
-    if (worker := get_worker_info()) is not None:
-        # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
-        object.__setattr__(worker, "seed", torch.initial_seed())
-    return read()
-
-
-def read_batch(dataset: Any, indices: Any) -> Any:
-    """Read the samples of a dataset at ``indices`` as torch does: all at once if it has ``__getitems__``."""
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
-
-
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The attributes of a DataLoader that say how it reads, at least all that this version of torch knows."""
     defaults = vars(DataLoader([])).items()  # type: ignore[arg-type]  # a list is a dataset
     return {name: getattr(loader, name, value) for name, value in defaults if name not in _WHAT}
+
+
+def _beside(collate_fn: Any) -> dict[str, Any]:
+    """What a user's loader has of its own, beside torch's attributes, if the ``collate_fn`` is a method of it."""
+    owner = getattr(collate_fn, "__self__", None)
+    torchs = vars(DataLoader([])) if isinstance(owner, DataLoader) else {}  # type: ignore[arg-type]
+    return {name: value for name, value in vars(owner).items() if name not in torchs} if torchs else {}
+
+
+def _given(batch: Any) -> Any:
+    """A batch; the error of one that cannot be read is raised."""
+    if isinstance(batch, FailedBatch):
+        raise batch.error
+    return batch
 
 
 class BatchReader:
@@ -158,8 +86,7 @@ class BatchReader:
         users: The user's object that would be iterated without this package; None where another one would be.
 
     Attributes:
-        indices: The indices of the batch that was given last, where they are kept; None where the user's ``__iter__``
-            decides what a batch is.
+        indices: The indices of the batch that was read for the one that was given last, where they are kept; else None.
     """
 
     def __init__(
@@ -188,7 +115,8 @@ class BatchReader:
         keeps = not options["num_workers"] or options["persistent_workers"]
         self._reads = ReadWatch(dataset, keeps=keeps) if watches_collate else None
         is_repeatable = seed is None or not any(is_used for *_, is_used in moved_for_good(dataset))
-        roots = {"dataset": dataset, "collate_fn": options.get("collate_fn"), "worker_init_fn": begin}
+        collate = options["collate_fn"]
+        roots = {"dataset": dataset, "collate_fn": collate, "worker_init_fn": begin, "loader": _beside(collate)}
         self._held = HeldGenerators(is_repeatable=is_repeatable, **roots)
         of_users = users_sampler(original.sampler), users_sampler(original.batch_sampler)
         if is_torchdatas(original):
@@ -204,7 +132,7 @@ class BatchReader:
             _iterator=None,
             **sampler,
         )
-        self._watch, self._has_warned = watch, False
+        self._watch, self._has_warned, self._has_begun = watch, False, False
         if passes is not None and type(original)._get_iterator is DataLoader._get_iterator:
             shown = _shown_samplers(of_users, batches, cuts_samples=passes.cuts_samples)
             vars(original).update(shown, _get_iterator=partial(_begun, weakref.ref(original), sampler, watch))
@@ -223,29 +151,30 @@ class BatchReader:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
 
         Returns:
-            The batches; None where an ``__iter__`` of the user's decides what a batch is, and where too much is held to
-            be put back.
+            The batches, as an ``__iter__`` of the user's is given them; None where too much is held to be put back.
         """
-        if self._is_own:
-            return None
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
         first = next(batches.of(plan, rank))
         loader, dataset = self.loader, self._dataset
+        if not loader.num_workers:
+            own = _beside(loader.collate_fn)
+            held = HeldState(dataset, loader.collate_fn, own)
+            if not held.is_whole:
+                return None
+            outside, fetch = OutsideValues(dataset), self._fetch_in_process(iter([first] * 2), loader.collate_fn, False)
+            try:
+                with keep_randomness():
+                    return [_given(fetch()) for _ in range(2)]
+            finally:
+                held.restore()
+                outside.restore()
+                vars(getattr(loader.collate_fn, "__self__", loader)).update(own)
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
-        if loader.num_workers:
-            how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
-        held: list[Any] = [] if loader.num_workers else [HeldState(self._dataset, loader.collate_fn)]
-        if held and not held[0].is_whole:
-            return None
-        held += [OutsideValues(self._dataset)] if held else []
-        try:
-            with keep_randomness():
-                return list(DataLoader(dataset, generator=torch.Generator(), **how))
-        finally:
-            for one in held:
-                one.restore()
+        how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
+        with keep_randomness():
+            return list(DataLoader(dataset, generator=torch.Generator(), **how))
 
     @property
     def _is_own(self) -> bool:
@@ -299,7 +228,10 @@ class BatchReader:
         if is_own or loader.num_workers or loader.pin_memory:
             fetch = self._fetch_by_torch(plan, first_step, left_out, base_seed, isolated)
         else:
-            fetch = self._fetch_in_process(isolated)
+            collate, watch = loader.collate_fn, self._collate_watch
+            if watch is not None and not watch.is_over:
+                collate = partial(watch.around, collate)
+            fetch = self._fetch_in_process(iter(batches), collate, isolated)
         if is_own:
             yield from self._read_own(fetch, plan, first_step, left_out, looks_ahead)
         else:
@@ -319,15 +251,16 @@ class BatchReader:
             share = self._sharing.to_copy if isinstance(self._sharing, SharedAttributes) else None
             how: dict[str, Any] = {"is_rest": is_rest, "seed": of_others, "is_within": is_rest or left_out > 0}
             self._watch.begin(plan.epoch, holders, **how, share=share, users=self._users)
+        for looks in (self._collate_watch, self._reads):
+            if looks is not None and loader.num_workers and self._has_begun:
+                # Workers of later passes need not look again.
+                looks.is_over = True
+        self._has_begun = True
         with self._sharing:
             fetch = self._fetch_from(iter(self._given_by))
         if is_own and batches.seed is not None:
             seed = derive_seed("iteration", batches.seed, plan.epoch)
             fetch = self._fetch_drawing(fetch, seed, 0 if left_out else first_step)
-        for looks in (self._collate_watch, self._reads):
-            if looks is not None and loader.num_workers:
-                # Workers of later passes need not look again.
-                looks.is_over = True
         if batches.seed is not None and (is_own or not loader.num_workers):
             # Worker processes have generators of their own; here the model uses the same ones.
             fetch = partial(self._held.put_back_after, keep_randomness()(fetch) if isolated else fetch)
@@ -384,6 +317,8 @@ class BatchReader:
             plan.num_steps = step
 
     def _note(self, batch: Any) -> None:
+        asked = self._batches.asked
+        self.number, self.indices = asked.popleft() if asked else (0, None)
         if self._watch is None:
             return
         self._watch.note(batch)
@@ -438,15 +373,13 @@ class BatchReader:
 
         return draw
 
-    def _fetch_in_process(self, isolated: bool) -> Callable[[], Any]:
+    def _fetch_in_process(
+        self, batches: Iterator[Any], collate: Callable[[Any], Any], isolated: bool
+    ) -> Callable[[], Any]:
         """A function that reads the next batch as torch does without workers, but without its cost for each batch."""
-        collate, batches, isolate = self.loader.collate_fn, iter(self._batches), self._isolate
         read = partial(read_batch if self._batches.is_batched else getitem, self._dataset)
-        is_seeded, watch, held = self._batches.seed is not None, self._collate_watch, self._held
-        if watch is not None and not watch.is_over:
-            collate = partial(watch.around, collate)
-        run = isolate if isolated else _read_seeded
-        reads = self._reads
+        is_seeded, held, reads = self._batches.seed is not None, self._held, self._reads
+        run = self._isolate if isolated else read_seeded
 
         def fetch() -> Any:
             index = next(batches)

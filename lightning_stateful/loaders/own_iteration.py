@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightning_stateful import state as format_
-from lightning_stateful.contents.held_state import changed_names, is_untouched, values_in
+from lightning_stateful.contents.held_state import changed_names, is_handed_on, values_in
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
 from lightning_stateful.errors import (
     DamagedStateError,
@@ -197,7 +197,7 @@ class Watch:
         if self.differs:
             return
         read, held = self._ahead.popleft() if self._ahead else (None, [])
-        if read is not batch or not is_untouched(held, values_in(batch)):
+        if not is_handed_on(read, held, batch):
             self.note_other()
         elif self.num_given > 1:
             self.is_known = True

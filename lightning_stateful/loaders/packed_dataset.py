@@ -16,8 +16,8 @@ from lightning_stateful.bucketing.lengths import LengthArray, chunks, digest
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.permutation import Indices, bounds_of, concatenated_ranges
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.loaders.batch_reader import read_batch
 from lightning_stateful.loaders.length_cache import lengths_of
+from lightning_stateful.loaders.planned_batches import read_batch
 from lightning_stateful.packing.documents import DocumentReader
 from lightning_stateful.packing.plan import Counts, PackingPlan, Part, Parts, SequenceOrder, reported
 from lightning_stateful.packing.sequences import lay_out

@@ -1,4 +1,4 @@
-"""Batches of a plan in place of a DataLoader's samplers: seeded ones for torch, plain indices for a user's code."""
+"""Batches of a plan in place of a DataLoader's samplers, and the dataset that is read by them under their seeds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from operator import getitem
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.generators.held_generators import HeldGenerators
+from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
@@ -27,6 +35,95 @@ class SeededIndex(NamedTuple):
 
     seed: int
     index: Any
+
+
+class SeededDataset(Dataset[Any]):
+    """A dataset that seeds torch, NumPy and ``random`` before it reads each batch.
+
+    It takes ``(seed, indices)`` for a batch, or a :class:`SeededIndex`. So a batch is read with the same random numbers
+    in every process, and collated with the same ones. A dataset with ``__getitems__`` is asked for whole batches, as
+    torch does. Every other attribute is the wrapped dataset's.
+
+    Args:
+        dataset: A map-style dataset.
+        held: The generators to be seeded too; None for those that the dataset holds.
+        watch: A :class:`CollateWatch`, which looks at the ``collate_fn`` between batches.
+        reads: Looks at the dataset before and after each of the first batches.
+    """
+
+    def __init__(
+        self, dataset: Any, held: HeldGenerators | None = None, watch: Any = None, reads: ReadWatch | None = None
+    ) -> None:
+        held = held or HeldGenerators(dataset=dataset)
+        # The seed of what is read by hand, and how often that was done under it.
+        vars(self).update(dataset=dataset, _held_generators=held, _collate_watch=watch, _reads=reads, _by_hand=None)
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling asks for attributes before __dict__ is filled.
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["dataset"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["dataset"])
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at a :class:`SeededIndex`; at a bare one by hand, or in a ``worker_init_fn`` that looks in."""
+        if isinstance(index, SeededIndex):
+            return self._seeded(index.seed, partial(getitem, vars(self)["dataset"], index.index))
+        return self._read_by_hand(partial(getitem, vars(self)["dataset"], index))
+
+    def begin_by_hand(self, seed: int) -> None:
+        """Seed what a user's ``__iter__`` reads by hand from now on, as often as it does, from ``seed``."""
+        vars(self)["_by_hand"] = [seed, 0]
+
+    def _read_by_hand(self, read: Callable[[], Any]) -> Any:
+        by_hand = vars(self)["_by_hand"]
+        if by_hand is None or get_worker_info() is not None:
+            return read()
+        by_hand[1] += 1
+        return self._seeded(mixed_seed(*by_hand), read)
+
+    def __getitems__(self, batch: Any) -> Any:
+        """The samples of a batch, ``(seed, indices)``; of bare indices by hand."""
+        if not isinstance(batch, tuple):
+            return self._read_by_hand(partial(read_batch, vars(self)["dataset"], batch))
+        seed, indices = batch
+        watch = vars(self)["_collate_watch"]
+        is_watched = watch is not None and not watch.is_over
+        if is_watched:
+            watch.after()
+        samples = self._seeded(seed, partial(read_batch, vars(self)["dataset"], indices))
+        if is_watched and not watch.is_over:
+            watch.before()
+        return samples
+
+    def _seeded(self, seed: int, read: Callable[[], Any]) -> Any:
+        held, reads = vars(self)["_held_generators"], vars(self)["_reads"]
+        if reads is not None and not reads.is_over:
+            read = partial(reads, read)
+        if not held.is_idle:
+            return held(seed, partial(read_seeded, seed, read))
+        return read_seeded(seed, read)
+
+
+def read_seeded(seed: int, read: Callable[[], Any]) -> Any:
+    """What a function reads, with the process's generators seeded for it."""
+    seed_randomness(seed)
+    if (worker := get_worker_info()) is not None:
+        # As in torch it is torch.initial_seed(), for a dataset that derives its own from it. Some versions guard it.
+        object.__setattr__(worker, "seed", torch.initial_seed())
+    return read()
+
+
+def read_batch(dataset: Any, indices: Any) -> Any:
+    """Read the samples of a dataset at ``indices`` as torch does: all at once if it has ``__getitems__``."""
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
 
 
 class ChosenBatch(NamedTuple):

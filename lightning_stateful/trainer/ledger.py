@@ -23,6 +23,7 @@ from lightning_stateful.core.order import Progress
 from lightning_stateful.core.samples import SampleBatchOrder, SequentialOrder, ShuffledOrder
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.ledger.files import SUFFIX, Batch, FileHeader, Items, LedgerFile, Part, as_items
+from lightning_stateful.loaders.own_iteration import OwnTracker
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, num_started
@@ -170,7 +171,9 @@ class LedgerWriter:
         if path not in self._counts or self._counts[path].loader is not loader:
             self._counts[path] = BatchCounts(loader)
         counts = self._counts[path]
-        indices, numbers = loader.indices, loader.numbers if self._key is None else None
+        # A user's __iter__ decides what becomes of a batch that was read.
+        indices = None if isinstance(loader.tracker, OwnTracker) else loader.indices
+        numbers = loader.numbers if self._key is None else None
         if numbers is not None:
             # A pass over a source may end within a batch; of packed documents none may begin in it.
             passes = by_pass(numbers) or [(self._passes.get(path, at.epoch), np.empty(0, dtype=np.uint64))]

@@ -1,0 +1,115 @@
+"""Batches of a loader with an ``__iter__`` of its own are compared on a resume, where it hands on what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import assert_goes_on_from_every_moment, stopped, train_alone
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Shows nothing of what samples hold."""
+
+    def __init__(self, plus: int = 0) -> None:
+        self._sample = lambda index: index + plus
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(self._sample(index)), "x": torch.rand(4)}
+
+
+class HandsOn(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+class Repacks(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield dict(batch)
+
+
+class Doubles(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield {**batch, "x": batch["x"] * 2}
+
+
+class Samples(Repacks):
+    """Collates by a method that draws from a generator of the loader's, as samplers of neighbours do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, collate_fn=self.sample, **options)
+        self.rng, self.calls = np.random.default_rng(3), 0
+
+    def sample(self, samples: list[Any]) -> Any:
+        return {**default_collate(samples), "x": torch.from_numpy(self.rng.random((len(samples), 4))).float()}
+
+
+class Counts(Samples):
+    def sample(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        batch = default_collate(samples)
+        return {**batch, "id": batch["id"] + 100 * self.calls}
+
+
+def stop(path: Path, kind: Any, **options: Any) -> None:
+    stopped(path, lambda: kind(Rows(), 2, **options), epoch=1, batch=3, run=train_alone)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, Repacks])
+def test_other_content_is_refused(tmp_path: Path, kind: Any) -> None:
+    stop(tmp_path / "stop.ckpt", kind)
+    train_alone(lambda: kind(Rows(), 2), ckpt_path=tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
+        train_alone(lambda: kind(Rows(7), 2), ckpt_path=tmp_path / "stop.ckpt")
+
+
+def test_that_of_a_sampler_of_the_users_is_warned_of(tmp_path: Path) -> None:
+    order = [*range(21, -1, -1)]
+    stop(tmp_path / "stop.ckpt", Repacks, sampler=order)
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 1 has another content than when"):
+        train_alone(lambda: Repacks(Rows(7), 2, sampler=order), ckpt_path=tmp_path / "stop.ckpt")
+
+
+def test_a_batch_that_it_has_changed_is_not_compared(tmp_path: Path) -> None:
+    stop(tmp_path / "stop.ckpt", Doubles)
+    train_alone(lambda: Doubles(Rows(7), 2), ckpt_path=tmp_path / "stop.ckpt")
+
+
+def test_a_collate_fn_of_the_loaders_that_counts_in_workers_is_warned_of(tmp_path: Path) -> None:
+    options = {"num_workers": 1, "persistent_workers": True}
+    stop(tmp_path / "stop.ckpt", Counts, **options)
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 1 has another content whenever it is read"):
+        train_alone(lambda: Counts(Rows(), 2, **options), ckpt_path=tmp_path / "stop.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore::lightning_stateful.errors.StatefulWarning")
+def test_reading_a_batch_twice_leaves_no_trace_in_the_loader(tmp_path: Path) -> None:
+    stopped(tmp_path / "stop.ckpt", lambda: Counts(Rows(), 2), batch=3, run=train_alone)
+    counted = []
+    for check_content in (True, False):
+        loader = Counts(Rows(), 2)
+        settings = {"check_content": check_content}
+        train_alone(lambda: loader, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1, settings=settings)  # noqa: B023
+        counted.append(loader.calls)
+    assert counted[0] == counted[1] > 0
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_generator_of_the_loaders_that_its_collate_fn_draws_from_is_seeded(tmp_path: Path, workers: int) -> None:
+    def make() -> Any:
+        return Samples(Rows(), 2, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+    moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
