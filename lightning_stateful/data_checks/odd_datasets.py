@@ -104,6 +104,24 @@ def warn_of_shared_samplers(combined: CombinedLoaders, trainer: pl.Trainer, *, i
             )
 
 
+def warn_of_cut_epochs(combined: CombinedLoaders, epoch: int, limited: int) -> None:
+    """Warn where each epoch begins as if the one before had been served whole, and a limit has cut that.
+
+    Args:
+        combined: The training loaders.
+        epoch: An epoch.
+        limited: Steps of it under the trainer's limit.
+    """
+    # A stream goes on where the limit has cut it.
+    loaders, steps = map_style(combined.loaders).values(), combined.num_batches(epoch)
+    if any(loader.order.carries_over for loader in loaders) and limited < steps:
+        rank_zero_warn(
+            f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
+            f"on as if all had been served. Pass num_steps={limited} to miss nothing.",
+            category=StatefulWarning,
+        )
+
+
 def warn_of_old_copies(combined: CombinedLoaders) -> None:
     """Warn of a dataset in persistent workers that holds a Trainer or a LightningModule.
 

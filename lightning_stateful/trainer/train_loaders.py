@@ -13,6 +13,7 @@ from lightning_stateful.core.order import UNKNOWN, EpochPlan
 from lightning_stateful.core.skip import as_skip, left_out_at, without_gaps
 from lightning_stateful.data_checks import odd_datasets
 from lightning_stateful.data_checks.batch_content import BatchContent
+from lightning_stateful.data_checks.ended_epochs import build_as_of
 from lightning_stateful.errors import ConfigurationError, DamagedStateError, StatefulWarning, StateMismatchError
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders, name_of
@@ -25,7 +26,6 @@ from lightning_stateful.loaders.patching import (
     is_patched,
     is_shuffled,
     length_of,
-    map_style,
 )
 from lightning_stateful.loops import loop_progress
 from lightning_stateful.loops.checkpoint import warn_of_missing_state
@@ -166,7 +166,8 @@ class TrainLoaders:
         self._prepare()
         dealt = dealt_otherwise(structure.loaders, self.combined.loaders)
         say_what_is_exact(self.combined, self.seed if settings.seed_model else None, settings.seed_samples, dealt)
-        self._warn_of_cut_epochs()
+        epoch = self._next_step()[0]
+        odd_datasets.warn_of_cut_epochs(self.combined, epoch, self.num_batches(epoch))
         odd_datasets.warn_of_shared_datasets(self.combined)
         odd_datasets.warn_of_shared_samplers(self.combined, trainer, is_dealt_out=deals_out(trainer))
         configs = [{path: loader.tracker.config} for path, loader in self.combined.loaders.items()]
@@ -217,11 +218,14 @@ class TrainLoaders:
         Raises:
             StateError: The state does not fit the data; nothing changes then.
         """
-        # An uninterrupted run has built its loaders in that epoch.
-        with loop_progress.epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
-            loaders = cls.build(trainer, lambda: request_training_loaders(trainer), settings)
+        request = partial(request_training_loaders, trainer)
+        loaders, undo = build_as_of(trainer, progress, partial(cls.build, trainer, request, settings))
         with run_seeds.naming_remedies(trainer, settings.seed):
             progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
+        if loaders.combined.refused:
+            undo()
+            # What is compared with the checkpoint is as it was before.
+            loaders.content = BatchContent(loaders.combined.loaders, trainer)
         loaders._resumed_at = progress
         discard_training_loaders(trainer)
         return loaders, progress
@@ -356,20 +360,6 @@ class TrainLoaders:
                 lag=longest_accumulation(self._trainer) - 1,
                 repeats=loop_progress.overfits(self._trainer),
             )
-
-    def _warn_of_cut_epochs(self) -> None:
-        # A stream goes on where the limit has cut it.
-        loaders = map_style(self.combined.loaders).values()
-        epoch = self._next_step()[0]
-        steps, limited = self.combined.num_batches(epoch), self.num_batches(epoch)
-        if any(loader.order.carries_over for loader in loaders) and limited < steps:
-            rank_zero_warn(
-                f"limit_train_batches cuts epochs of num_steps={steps} after {limited} steps, and the next epoch goes "
-                f"on as if all had been served. Pass num_steps={limited} to miss nothing.",
-                category=StatefulWarning,
-            )
-
-    # No local functions: where workers are spawned, proxies may have to be pickled.
 
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
         loader = self.combined.loaders[path]

@@ -1,0 +1,75 @@
+"""Builds the training loaders of an epoch that has ended, on a resume behind it, and undoes what that changes.
+
+A checkpoint is compared with the loaders that were trained on. Where ``reload_dataloaders_every_n_epochs`` has
+Lightning build others for the epoch that comes next, ``train_dataloader`` is called once more than without the stop: a
+data module that serves its next part at each call would leave one out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_stateful.contents.held_state import HeldState, put_back
+from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_next
+from lightning_stateful.loops.saved_progress import LoopProgress
+
+T = TypeVar("T")
+# Bytes of a buffer, and of an array or a tensor in an attribute, up to which it is copied.
+_MOST_BYTES = 2**26
+_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_buffers"}
+
+
+def build_as_of(trainer: pl.Trainer, progress: LoopProgress, build: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """Build the training loaders as in the epoch in which the run had built them.
+
+    Args:
+        trainer: The trainer.
+        progress: How far the run had got.
+        build: Asks for the loaders.
+
+    Returns:
+        What it returns; and a function that puts back what this has changed of the data module and the
+        LightningModule, to be called where others are built for the next epoch.
+    """
+    modules = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]  # set by a connector
+    is_called_again = is_rebuilt_next(trainer, progress)
+    held = [_Held(one) for one in modules if one is not None and is_called_again]
+    with epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
+        built = build()
+
+    def undo() -> None:
+        for one in held:
+            one.restore()
+
+    return built, undo
+
+
+class _Held:
+    """What a data module or a LightningModule holds, but for weights, submodules and what it builds when first asked.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._values = {name: value for name, value in attributes_of(module).items() if name not in _OF_MODULES}
+        self._inner = HeldState(*self._values.values(), most_bytes=_MOST_BYTES)
+        buffers = module.named_buffers() if isinstance(module, torch.nn.Module) else ()
+        self._buffers = [(one, one.detach().clone()) for _, one in buffers if one.nbytes <= _MOST_BYTES]
+
+    def restore(self) -> None:
+        """Put it back: attributes that had a value, and what is in containers, objects, generators and buffers."""
+        if not self._inner.is_whole:
+            return
+        self._inner.restore()
+        for name, value in self._values.items():
+            if value is not None:
+                vars(self._module)[name] = value
+        for buffer, copied in self._buffers:
+            put_back(buffer, copied)
