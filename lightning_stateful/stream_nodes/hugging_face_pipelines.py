@@ -203,10 +203,11 @@ def warnings_of(stage: Any, num_shards: int) -> Iterator[str]:
     """Warnings of all that differs from reading the dataset as a whole, or from run to run, with remedies."""
     word = class_of(stage).word
     if word == "shuffle":
+        mixes = "" if num_shards == 1 else f", and mixes the samples of each of the {num_shards} shards by itself"
         yield (
             f".shuffle(buffer_size={stage.buffer_size}) in the pipeline has a resume read the shard again from its "
-            "beginning, because Hugging Face's state loses what is in the buffer. Leave shuffle() out and pass "
-            "buffer_size= for an exact block shuffle."
+            f"beginning, because Hugging Face's state loses what is in the buffer{mixes}. Leave shuffle() out and pass "
+            "buffer_size= to StreamDataModule for an exact block shuffle, over several shards where they are small."
         )
     if word == "interleave_datasets" and any(map(runs_users_code, walk(stage))):
         yield (
