@@ -262,7 +262,7 @@ class IterableSlot:
         """Begin a pass as torch does, with the dataset as it stands."""
         self._config.set_epoch(epoch)
         self._seed(epoch, 0)
-        if self._history.loaded:
+        if self._history.has_loaded:
             forget_loaded(parts_of(self._dataset))
         self._note_pass()
         begin_datapipe(self._dataset, self._config.seed, epoch, self._task.share)
@@ -297,6 +297,7 @@ class IterableSlot:
         """Begin a pass at a state, as torchdata does: that of the dataset, ``iter()``, that of the iterator."""
         self._config.set_epoch(epoch)
         self._note_pass()
+        self._history.has_loaded = True
         self._set_iterator(iterator_at(self._dataset, state))
 
     def _end_pass_before(self, ended: NodeState) -> None:

@@ -51,8 +51,8 @@ class PassHistory(list[int]):
 
     Attributes:
         changes: Whether the dataset has changed between the first batch of a pass and its end.
-        loaded: Digests of the first two batches behind a state that the dataset has loaded; empty if it has loaded
-            none.
+        has_loaded: Whether the dataset has loaded a state.
+        loaded: Digests of the first two batches behind that state; empty for fewer.
         draws: Whether samples were drawn from random generators that the dataset holds.
         begins: Of a dataset that is told the epoch, whether the beginning of a pass has changed it.
         is_behind: Whether a pass that was over before a resume was left out, and the dataset not brought to its end.
@@ -64,7 +64,7 @@ class PassHistory(list[int]):
         lasting: The names of those that were others behind the first batch of a later one.
     """
 
-    changes = draws = begins = is_behind = False
+    changes = draws = begins = is_behind = has_loaded = False
     outside: OutsideValues | None = None
     seed_pass: Callable[[int], object] | None = None
 

@@ -491,3 +491,25 @@ class LoaderOfAPackage(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.first = state["given"]
         self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:.*gives other samples from batch:lightning_stateful.errors.StatefulWarning")
+def test_a_stream_in_a_graph_begins_anew_behind_a_state_that_gives_no_further_batch(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{row}\n" for row in range(40)))
+    files = sorted(map(str, tmp_path.glob("*.txt")))
+
+    def make() -> Any:
+        texts = datasets.load_dataset("text", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+        rows = nodes.Mapper(nodes.IterableWrapper(texts.shuffle(seed=1, buffer_size=20)), of_text)
+        return nodes.Loader(nodes.Mapper(nodes.Batcher(rows, 4, drop_last=False), batch_of))
+
+    whole = train_alone(make, max_epochs=3)
+    ended(tmp_path / "end.ckpt", make, run=train_alone, max_epochs=1)
+    resumed = train_alone(make, ckpt_path=tmp_path / "end.ckpt", max_epochs=3)
+    assert batches(resumed.ledger, 1) == batches(whole.ledger, 1)
+    assert batches(resumed.ledger, 2) == batches(whole.ledger, 2) != []
+
+
+def of_text(row: dict[str, str]) -> int:
+    return ord(row["text"][0]) * 100 + int(row["text"][1:])
