@@ -223,7 +223,7 @@ class IterableSlot:
         """Bring a dataset of this process to where the pass before has left it, ahead of hooks that change it then."""
         held = self._held
         if held["state"] is None and held["ended"] is not None and held["ended"]["state"] is not None:
-            with keep_randomness(), suppress(Exception):
+            with self._history.seeded_as_in(self.epoch - 1), suppress(Exception):
                 self._read_pass_before(held["ended"])
                 self._config.early.append(self)
 
@@ -303,7 +303,8 @@ class IterableSlot:
     def _end_pass_before(self, ended: NodeState) -> None:
         """Bring the dataset to where the pass before has left it."""
         if self._is_same is None:
-            self._read_pass_before(ended)
+            with self._history.seeded_as_in(self.epoch - 1):
+                self._read_pass_before(ended)
         (is_same, self._is_same), number = (self._is_same, None), ended["number"]
         if ended["over"] and not self._is_exhausted:
             # From a state at its end some begin anew at once, and others once they have found nothing. What is found is

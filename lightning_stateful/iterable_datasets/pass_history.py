@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from lightning_stateful.generators.attributes import (
     text_of_plain,
 )
 from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.iterable_datasets.dataset_parts import attributes_in, digest_of_dataset, digests_of, parts_of
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -83,6 +85,14 @@ class PassHistory(list[int]):
         # What the dataset held after the first batch of the pass, and the states of generators; and both before it.
         self._contents = self._drawn = self._told = ""
         self._length = -1
+
+    @contextmanager
+    def seeded_as_in(self, epoch: int) -> Iterator[None]:
+        """Seed the process's generators as for the pass of an earlier epoch, and put them back in the end."""
+        with keep_randomness():
+            if self.seed_pass is not None:
+                self.seed_pass(epoch)
+            yield
 
     def note_loaded(self, batch: list[Any], *, is_first: bool) -> None:
         """Note one of the batches behind a loaded state.

@@ -207,9 +207,15 @@ class GraphNode(StreamNode[Any]):
 
 
 def draws_orders(graph: Any) -> bool:
-    """Whether it is a graph with a sampler that draws its order from a generator, which torchdata's states lack."""
-    nodes_of_graph = _nodes_of(graph) if isinstance(graph, BaseNode) else ()
-    return any(isinstance(node, SamplerWrapper) and isinstance(node.sampler, _DRAWING) for node in nodes_of_graph)
+    """Whether it is a graph with a sampler that draws its order from a generator, which torchdata's states lack.
+
+    One without a generator of its own draws as a pass begins, from the process's generators, which are seeded for that;
+    several may begin anew within a pass.
+    """
+    found = list(_nodes_of(graph)) if isinstance(graph, BaseNode) else []
+    samplers = [node.sampler for node in found if isinstance(node, SamplerWrapper)]
+    drawing = [sampler for sampler in samplers if isinstance(sampler, _DRAWING)]
+    return any(len(samplers) > 1 or sampler.generator is not None for sampler in drawing)
 
 
 def _nodes_of(graph: BaseNode[Any]) -> Iterator[Any]:

@@ -113,38 +113,40 @@ class PassSeeds:
     Args:
         trainer: The trainer.
         seed: The seed.
+        combined: The training loaders.
         seeds_model: Whether the model is seeded.
     """
 
-    def __init__(self, trainer: pl.Trainer, seed: int, *, seeds_model: bool) -> None:
-        self._trainer, self._seed, self._seeds_model = trainer, seed, seeds_model
+    def __init__(self, trainer: pl.Trainer, seed: int, combined: CombinedLoaders, *, seeds_model: bool) -> None:
+        self._trainer, self._seed, self._combined, self._seeds_model = trainer, seed, combined, seeds_model
         self._before: Randomness | None = None
+        for path, loader in combined.loaders.items():
+            if combined.is_unseeded(path) and not loader.num_workers:
+                # A resume reads earlier passes again.
+                order: Any = loader.order
+                history_of(order.dataset).seed_pass = partial(self._seed_pass, path)
 
-    def begin(self, combined: CombinedLoaders, path: str, epoch: int, *, begun: bool) -> None:
+    def begin(self, path: str, epoch: int, *, begun: bool) -> None:
         """A pass is about to begin.
 
         Args:
-            combined: The training loaders.
-            path: Which of them it is.
+            path: Of which of the loaders.
             epoch: The epoch.
             begun: Whether that hook was called for the pass, if the loop's counters say that the epoch has begun.
         """
-        if not combined.is_unseeded(path):
+        if not self._combined.is_unseeded(path):
             return
-        loader: Any = combined.loaders[path]
-        if not loader.num_workers:
-            history_of(loader.order.dataset).seed_pass = partial(self._seed_pass, combined, path)
         if not self._seeds_model:
             self._before = self._before or Randomness.now()
-        elif begun and path == next(iter(combined.loaders)) and epoch_has_begun(self._trainer):
+        elif begun and path == next(iter(self._combined.loaders)) and epoch_has_begun(self._trainer):
             return
-        self._seed_pass(combined, path, epoch)
+        self._seed_pass(path, epoch)
 
-    def _seed_pass(self, combined: CombinedLoaders, path: str, epoch: int) -> None:
+    def _seed_pass(self, path: str, epoch: int) -> None:
         """Seed the process's generators as they are where a loader begins its pass of an epoch."""
-        is_first = self._seeds_model and path == next(iter(combined.loaders))
+        is_first = self._seeds_model and path == next(iter(self._combined.loaders))
         stage = "epoch start" if is_first else f"pass {path}"
-        rank, alike = topology_of(self._trainer).rank, kinds_of_model(combined)
+        rank, alike = topology_of(self._trainer).rank, kinds_of_model(self._combined)
         seed_model(self._seed, rank, alike, stage, epoch, 0)
 
     def end(self) -> None:

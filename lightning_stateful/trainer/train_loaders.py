@@ -155,7 +155,7 @@ class TrainLoaders:
         # Where a resume goes on. Until training begins, Lightning may ask for a batch before it restores its counters.
         self._resumed_at: LoopProgress | None = None
         self._training_began = False
-        self._pass_seeds = run_seeds.PassSeeds(trainer, self.seed, seeds_model=settings.seed_model)
+        self._pass_seeds = run_seeds.PassSeeds(trainer, self.seed, self.combined, seeds_model=settings.seed_model)
         self.content = BatchContent(self.combined.loaders, trainer)
         # Compares the content of a checkpoint's batches, before the first one of a resume is read.
         self._compare: Callable[[], None] | None = None
@@ -435,7 +435,7 @@ class TrainLoaders:
         if (resumed and resumed.has_ended(epoch)) or loop_progress.step_is_beyond_epoch(self._trainer, step):
             return None
         begun = resumed is None or (self._training_began and not (resumed.running and resumed.epoch == epoch))
-        self._pass_seeds.begin(self.combined, path, epoch, begun=begun)
+        self._pass_seeds.begin(path, epoch, begun=begun)
         self._follow_lengths()
         plan, step = self.combined.begin_at(path, epoch, step)
         return (plan, step) if step < plan.num_steps or self.combined.asks_behind_end(path) else None

@@ -269,7 +269,8 @@ def test_a_graph_of_nodes_is_no_data_with_an_index(train_data: Any) -> None:
 
 
 def test_a_loader_of_nodes_whose_state_does_not_say_its_order_warns() -> None:
-    loader = Loader(Batcher(SamplerWrapper(RandomSampler(range(12))), 4))
+    sampler = RandomSampler(range(12), generator=torch.Generator())
+    loader = Loader(Batcher(SamplerWrapper(sampler), 4))
     with pytest.warns(StatefulWarning, match="draws its order from a generator"):
         IterableLoader(of_batches(loader), StreamOptions())
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ledger import Numbers, batches
 from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train, train_alone
 from support.stream_runs import chunks
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
 from lightning_stateful.errors import ConfigurationError, StateError, StatefulWarning, UnsupportedLoaderError
@@ -491,6 +491,16 @@ class LoaderOfAPackage(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.first = state["given"]
         self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_random_sampler_in_a_graph_draws_the_order_of_its_epoch(tmp_path: Path, prefetches: bool) -> None:
+    def make() -> Any:
+        graph: Any = nodes.Batcher(nodes.SamplerWrapper(RandomSampler(range(22))), 2)
+        return nodes.Loader(nodes.Mapper(nodes.Prefetcher(graph, 3) if prefetches else graph, batch_of))
+
+    whole = assert_goes_on_from_every_moment(tmp_path, make, MOMENTS, train_alone, max_epochs=3)
+    assert len({str(batches(whole.ledger, epoch)) for epoch in range(3)}) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*gives other samples from batch:lightning_stateful.errors.StatefulWarning")
