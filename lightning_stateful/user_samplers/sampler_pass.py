@@ -441,8 +441,8 @@ class SamplerPass:
             hint = "Its earlier passes were begun again: let no hook restore, within an epoch, what they change. "
         remedy = (
             f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
-            f"{hint}If it depends on anything else (training, time, the order of a set, another process), make it "
-            "depend on its epoch alone. accept=('sequence',) goes on all the same."
+            f"{hint}If it reads what training changes, restore what the epoch began with, and not the latest. Let it "
+            "follow from neither time, the order of a set, nor a process. accept=('sequence',) goes on all the same."
         )
         changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
         if "sequence" not in order.accept:
