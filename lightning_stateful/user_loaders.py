@@ -254,19 +254,19 @@ def without_repeats(loader: Any) -> Any:
 _RESTARTS = "_restarts_workers"
 
 
-def restarts_workers(loader: Any, name: str) -> bool:
-    """Whether a method of a user's loader, by its name, replaces the iterator that it keeps, so that workers end."""
-    return name in getattr(users_loader(loader), "__dict__", {}).get(_RESTARTS, ())
-
-
 class WorkerRestarts:
     """Starts the workers of a loader anew where a hook asks for it, as a method of the user's class would.
 
+    Args:
+        loader: The loader.
+
     Attributes:
-        note: Called when they are about to be.
+        names: Names of methods that replace the iterator which a user's loader keeps, so that its workers end.
+        note: Called when they are about to be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loader: Any) -> None:
+        self.names: frozenset[str] = getattr(users_loader(loader), "__dict__", {}).get(_RESTARTS, frozenset())
         self._is_asked = False
         self.note: Callable[[], object] = bool
 
@@ -281,13 +281,16 @@ class WorkerRestarts:
             self.note()
         return is_asked
 
-    def around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
+    def around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterable[Any]:
         """Batches of a pass.
 
         Args:
             read: The batches as they are read now.
             again: Called with the number of batches that were given; gives those that are left, by other workers.
         """
+        return self._around(read, again) if self.names else read
+
+    def _around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
         number = 0
         while True:
             if self.is_due():

@@ -43,7 +43,7 @@ from lightning_stateful.loops.lightning import (
 from lightning_stateful.loops.loop_progress import LATER
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.told_samplers import RECORDS, ToldSamplers, shown_in_place
-from lightning_stateful.user_loaders import TORCHS, WorkerRestarts, has_of_its_own, restarts_workers, users_loader
+from lightning_stateful.user_loaders import TORCHS, WorkerRestarts, has_of_its_own, users_loader
 
 Request = Callable[[], Any]
 
@@ -316,13 +316,13 @@ class LoaderProxy:
         aside: Callable[[Any], Any] | None = None,
     ) -> None:
         self.stateful_loader, self._length, self._at_end, self.starts_early = loader, length, at_end, starts_early
+        self.restarts = WorkerRestarts(loader)
         users: Any = loader if original is None else original
         self.users_loader: Any = users.users_loader if isinstance(users, LoaderProxy) else users
         self._shown = shown_in_place(loader, self.users_loader, overfits=overfits, is_dealt_out=is_dealt_out)
         self._given, self._told = _arguments_of(self._shown), ToldSamplers(getattr(loader, "order", None))
         self._locate, self._aside, self._after_read = locate, aside, after_read
         self._isolated, self._note, self.seconds_waited = isolated, note, 0.0
-        self.restarts = WorkerRestarts()
         # The pattern of the warnings filter that this proxy has set, if any. A regular expression's comment, (?#id),
         # tells it from those of other proxies.
         self._ignored = ""
@@ -436,7 +436,7 @@ class LoaderProxy:
             raise AttributeError("This loader's batch sampler has no sampler of its own.")
         if of_user:
             return self._told.found(name, getattr(self._shown, name))
-        if restarts_workers(self.stateful_loader, name):
+        if name in self.restarts.names:
             return self.restarts.ask
         users = users_loader(self.stateful_loader)
         return getattr(users if has_of_its_own(users, name) else self.stateful_loader, name)
