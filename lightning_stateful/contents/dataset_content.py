@@ -301,7 +301,9 @@ def bytes_of(item: Any, depth: int = 0, numbers: list[float] | None = None) -> I
         yield _text_of([item]).encode(errors="surrogatepass")
     elif isinstance(item, (list, tuple, dict)) and depth < _DEPTH:
         values = [*item.keys(), *item.values()] if isinstance(item, dict) else item
-        yield f"[{type(item).__name__}{len(item)}".encode()
+        # A loader may unpack a batch, and yield another container with the same in it.
+        kind = type(item) if depth else dict if isinstance(item, dict) else list
+        yield f"[{kind.__name__}{len(item)}".encode()
         if set(map(type, values)) <= {int, float, bool}:
             yield repr(list(values)).encode()
             return

@@ -157,18 +157,20 @@ class BatchReader:
         first = next(batches.of(plan, rank))
         loader, dataset = self.loader, self._dataset
         if not loader.num_workers:
-            own = _beside(loader.collate_fn)
-            held = HeldState(dataset, loader.collate_fn, own)
+            collate: Any = loader.collate_fn
+            own = _beside(collate)
+            held = HeldState(dataset, collate, own)
             if not held.is_whole:
                 return None
-            outside, fetch = OutsideValues(dataset), self._fetch_in_process(iter([first] * 2), loader.collate_fn, False)
+            outside, fetch = OutsideValues(dataset), self._fetch_in_process(iter([first] * 2), collate, False)
             try:
                 with keep_randomness():
                     return [_given(fetch()) for _ in range(2)]
             finally:
                 held.restore()
                 outside.restore()
-                vars(getattr(loader.collate_fn, "__self__", loader)).update(own)
+                if own:
+                    vars(collate.__self__).update(own)
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.runs import assert_goes_on_from_every_moment, stopped, train_alone
+from support.ledger import LedgerModel
+from support.runs import StopAt, assert_goes_on_from_every_moment, stopped, train_alone
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
@@ -39,6 +40,26 @@ class Repacks(DataLoader[Any]):
             yield dict(batch)
 
 
+class Pairs(DataLoader[Any]):
+    """Reads lists, and gives tuples."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, collate_fn=in_list, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield tuple(batch)
+
+
+def in_list(samples: list[Any]) -> list[Any]:
+    return [default_collate(samples), torch.zeros(1)]
+
+
+class TakesFirst(LedgerModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
 class Doubles(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
@@ -65,6 +86,16 @@ class Counts(Samples):
 
 def stop(path: Path, kind: Any, **options: Any) -> None:
     stopped(path, lambda: kind(Rows(), 2, **options), epoch=1, batch=3, run=train_alone)
+
+
+def test_a_list_that_is_given_as_a_tuple_is_the_same_batch(tmp_path: Path) -> None:
+    def run(plus: int, **options: Any) -> Any:
+        return train_alone(lambda: Pairs(Rows(plus), 2), model=TakesFirst(), **options)
+
+    run(0, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)])
+    run(0, ckpt_path=tmp_path / "stop.ckpt")
+    with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
+        run(7, ckpt_path=tmp_path / "stop.ckpt")
 
 
 @pytest.mark.parametrize("kind", [HandsOn, Repacks])
