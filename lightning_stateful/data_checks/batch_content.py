@@ -103,8 +103,8 @@ class BatchContent:
         """
         self.settings.note_read(path)
         before = self._at_begin.pop(path, None)
-        if before is not None and not _has_sampler(self._loaders[path]):
-            # The index in hand, say. A sampler may have set what samples follow from.
+        if before is not None and not (_has_sampler(self._loaders[path]) or _has_iteration(self._loaders[path])):
+            # The index in hand, say. A sampler, or a loader, may have set what samples follow from.
             self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
@@ -300,7 +300,7 @@ class BatchContent:
         if kind:
             _warn_of_dependence(name, kind)
             return []
-        if _has_sampler(loader):
+        if _has_sampler(loader) or _has_iteration(loader):
             _warn_of_other_content(name, _shown(saved, now), _shown(now, saved))
             return []
         return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
@@ -371,6 +371,11 @@ def _has_sampler(loader: StatefulLoader) -> bool:
     return isinstance(loader.order, WrappedSampler)
 
 
+def _has_iteration(loader: StatefulLoader) -> bool:
+    """Whether it is a loader with an ``__iter__`` of its own."""
+    return isinstance(loader.tracker, OwnTracker)
+
+
 def _hands_on(loader: StatefulLoader) -> bool:
     """Whether a loader gives the batches that DataLoader reads, as one with an ``__iter__`` of its own may not."""
     watch = loader.tracker.watch if isinstance(loader.tracker, OwnTracker) else None
@@ -408,10 +413,10 @@ def _plan_of(loader: StatefulLoader, saved: Mapping[str, Any]) -> Any:
 
 def _warn_of_other_content(name: str, saved: str, present: str) -> None:
     rank_zero_warn(
-        f"{name} has another content than when the checkpoint was written, by the same indices of a sampler of yours "
-        f"(saved {saved}, now {present}): the data or their transforms are others, or in another order, or samples "
-        f"follow from something that the sampler or a hook sets. If they are others, the resume is not exact. Sort the "
-        f"files, pass a seed to random_split or shuffle; accept=({PATH!r},) is silent.",
+        f"{name} has another content than when the checkpoint was written, by the same indices (saved {saved}, now "
+        f"{present}): the data or their transforms are others, or in another order, or samples follow from something "
+        f"that your sampler, your loader's own __iter__ or a hook sets. If they are others, the resume is not exact. "
+        f"Sort the files, pass a seed to random_split or shuffle; accept=({PATH!r},) is silent.",
         category=StatefulWarning,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from support.ledger import LedgerModel
 from support.runs import StopAt, assert_goes_on_from_every_moment, stopped, train_alone
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_stateful.errors import StatefulWarning, StateMismatchError
+from lightning_stateful.errors import StatefulWarning
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -84,6 +85,32 @@ class Counts(Samples):
         return {**batch, "id": batch["id"] + 100 * self.calls}
 
 
+class ByEpoch(Rows):
+    """Has other samples in each epoch, which the loader tells it."""
+
+    epoch = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "id": sample["id"] + 100 * self.epoch}
+
+
+class Tells(DataLoader[Any]):
+    passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.epoch = self.passes  # type: ignore[attr-defined]
+        yield from super().__iter__()
+
+
+class Tell(pl.Callback):
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.train_dataloader.set_epoch(trainer.current_epoch)
+
+
 def stop(path: Path, kind: Any, **options: Any) -> None:
     stopped(path, lambda: kind(Rows(), 2, **options), epoch=1, batch=3, run=train_alone)
 
@@ -94,15 +121,15 @@ def test_a_list_that_is_given_as_a_tuple_is_the_same_batch(tmp_path: Path) -> No
 
     run(0, callbacks=[StopAt("on_train_batch_end", tmp_path / "stop.ckpt", epoch=1, batch=3)])
     run(0, ckpt_path=tmp_path / "stop.ckpt")
-    with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 1 has another content than when"):
         run(7, ckpt_path=tmp_path / "stop.ckpt")
 
 
 @pytest.mark.parametrize("kind", [HandsOn, Repacks])
-def test_other_content_is_refused(tmp_path: Path, kind: Any) -> None:
+def test_other_content_is_warned_of(tmp_path: Path, kind: Any) -> None:
     stop(tmp_path / "stop.ckpt", kind)
     train_alone(lambda: kind(Rows(), 2), ckpt_path=tmp_path / "stop.ckpt")
-    with pytest.raises(StateMismatchError, match="Batch 0 of epoch 1 is not what it was"):
+    with pytest.warns(StatefulWarning, match="Batch 0 of epoch 1 has another content than when"):
         train_alone(lambda: kind(Rows(7), 2), ckpt_path=tmp_path / "stop.ckpt")
 
 
@@ -144,3 +171,11 @@ def test_a_generator_of_the_loaders_that_its_collate_fn_draws_from_is_seeded(tmp
 
     moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4)]
     assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
+
+
+def test_a_loader_that_tells_its_dataset_the_epoch_is_not_warned_of(tmp_path: Path) -> None:
+    def run(make: Any, *, callbacks: Any = (), **options: Any) -> Any:
+        return train_alone(make, callbacks=[Tell(), *callbacks], **options)
+
+    moments = [("on_train_batch_end", 0, 3), ("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 4)]
+    assert_goes_on_from_every_moment(tmp_path, lambda: Tells(ByEpoch(), 2), moments, run, max_epochs=3)
