@@ -69,7 +69,8 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
-        self.settings = DatasetSettings(self._loaders, builder_of(trainer))
+        self._build = builder_of(trainer)
+        self.settings = DatasetSettings(self._loaders, self._build)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -136,10 +137,11 @@ class BatchContent:
         }
 
     def state(self) -> dict[str, Any]:
-        """The parts of a checkpoint that are about batches and attributes of datasets."""
+        """The parts of a checkpoint that are about batches, attributes of datasets, and what loaders are built from."""
         # A batch that was read before the data were changed is no longer what is read in its place.
         content = {path: of for path, of in self.latest.items() if self._is_as_noted(path, of)}
-        return {"content": deepcopy(content), "dataset_settings": self.settings.state()}
+        build = {} if self._build is None else self._build()
+        return {"content": deepcopy(content), "dataset_settings": self.settings.state(), "build": build}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
         if path not in self._loaders or not _hands_on(self._loaders[path]):

@@ -7,12 +7,15 @@ data module that serves its next part at each call would leave one out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from lightning_stateful.contents.held_state import HeldState, put_back
+from lightning_stateful.data_checks.dataset_settings import builder_of
 from lightning_stateful.generators.attributes import attributes_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_next
@@ -21,24 +24,30 @@ from lightning_stateful.loops.saved_progress import LoopProgress
 T = TypeVar("T")
 # Bytes of a buffer, and of an array or a tensor in an attribute, up to which it is copied.
 _MOST_BYTES = 2**26
+_VALUES = (bool, int, float, str, bytes, list, tuple, dict, set, deque, np.ndarray, torch.Tensor)
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_buffers"}
 
 
-def build_as_of(trainer: pl.Trainer, progress: LoopProgress, build: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+def build_as_of(
+    trainer: pl.Trainer, progress: LoopProgress, build: Callable[[], T], saved: Mapping[str, Any]
+) -> tuple[T, bool, Callable[[], None]]:
     """Build the training loaders as in the epoch in which the run had built them.
 
     Args:
         trainer: The trainer.
         progress: How far the run had got.
         build: Asks for the loaders.
+        saved: The callback's state in the checkpoint.
 
     Returns:
-        What it returns; and a function that puts back what this has changed of the data module and the
-        LightningModule, to be called where others are built for the next epoch.
+        What ``build`` returns; whether others are built for the next epoch by what a user has restored; and a function
+        that puts back what this call has changed of the data module and the LightningModule.
     """
     modules = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]  # set by a connector
     is_called_again = is_rebuilt_next(trainer, progress)
     held = [_Held(one) for one in modules if one is not None and is_called_again]
+    values = builder_of(trainer) if held else None
+    is_restored = bool(saved.get("build")) and values is not None and values() == saved["build"]
     with epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
         built = build()
 
@@ -46,7 +55,7 @@ def build_as_of(trainer: pl.Trainer, progress: LoopProgress, build: Callable[[],
         for one in held:
             one.restore()
 
-    return built, undo
+    return built, is_restored, undo
 
 
 class _Held:
@@ -64,12 +73,13 @@ class _Held:
         self._buffers = [(one, one.detach().clone()) for _, one in buffers if one.nbytes <= _MOST_BYTES]
 
     def restore(self) -> None:
-        """Put it back: attributes that had a value, and what is in containers, objects, generators and buffers."""
+        """Put it back: values and containers in attributes, and what is in objects, generators and buffers.
+
+        Hooks that come next may read a dataset that the call has put in the place of another object.
+        """
         if not self._inner.is_whole:
             return
         self._inner.restore()
-        for name, value in self._values.items():
-            if value is not None:
-                vars(self._module)[name] = value
+        vars(self._module).update({name: one for name, one in self._values.items() if isinstance(one, _VALUES)})
         for buffer, copied in self._buffers:
             put_back(buffer, copied)

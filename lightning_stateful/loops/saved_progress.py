@@ -100,6 +100,7 @@ _PARTS = {
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "dataset_settings": {str: {str: (str, str, str)}},
+    "build": {str: str},
     "validation": {str: {str: object}},
 }
 # Counts of a progress that may be below 0: none, or a validation that is due.

@@ -352,7 +352,7 @@ class StatefulDataCallback(pl.Callback):
         progress, metrics = read_callback_state(saved) if saved is not None else (read_counters(loops["fit_loop"]), {})
         state = find_data_state(checkpoint, saved, stateful_module(trainer), self.settings.accept)
         before = progress
-        loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress)
+        loaders, progress = TrainLoaders.build_at(trainer, self.settings, state, progress, saved)
         if saved is not None:
             refuse_other_seed(saved, loaders.seed, loaders.combined.seeds(), self.settings.accept)
             loaders.expect(saved, state)

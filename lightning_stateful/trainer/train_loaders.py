@@ -199,7 +199,12 @@ class TrainLoaders:
 
     @classmethod
     def build_at(
-        cls, trainer: pl.Trainer, settings: Settings, state: Mapping[str, Any] | None, progress: LoopProgress
+        cls,
+        trainer: pl.Trainer,
+        settings: Settings,
+        state: Mapping[str, Any] | None,
+        progress: LoopProgress,
+        saved: Mapping[str, Any] | None = None,
     ) -> tuple[TrainLoaders, LoopProgress]:
         """Build the loaders where a run goes on, and discard what Lightning has built before; the loops ask again.
 
@@ -211,6 +216,7 @@ class TrainLoaders:
             settings: How to patch the loaders.
             state: The data's state; None to go on as the progress alone says.
             progress: How far the run had got.
+            saved: The callback's state in the checkpoint, if there is one.
 
         Returns:
             The loaders, and the progress in steps of the present ranks and batch sizes.
@@ -219,10 +225,11 @@ class TrainLoaders:
             StateError: The state does not fit the data; nothing changes then.
         """
         request = partial(request_training_loaders, trainer)
-        loaders, undo = build_as_of(trainer, progress, partial(cls.build, trainer, request, settings))
+        build = partial(cls.build, trainer, request, settings)
+        loaders, is_restored, undo = build_as_of(trainer, progress, build, saved or {})
         with run_seeds.naming_remedies(trainer, settings.seed):
             progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
-        if loaders.combined.refused:
+        if loaders.combined.refused or is_restored:
             undo()
             # What is compared with the checkpoint is as it was before.
             loaders.content = BatchContent(loaders.combined.loaders, trainer)

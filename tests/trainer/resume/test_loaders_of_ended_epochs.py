@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -20,19 +21,25 @@ def rows_from(first: int) -> DataLoader[Any]:
     return DataLoader(torch.arange(first, first + 8.0)[:, None], 2, shuffle=True)
 
 
+class Served:
+    """Stands for what is built later."""
+
+
 class Chunks(pl.LightningDataModule):
     """Serves the next chunk at each call."""
 
-    def __init__(self, *, saves: bool = True) -> None:
+    def __init__(self, *, saves: bool = True, make: Any = None) -> None:
         super().__init__()
+        self.make = make or rows_from
         self.saves, self.chunk, self.built = saves, 0, list[int]()
-        self.latest: Any = None
+        self.latest: Any = Served()
 
     def train_dataloader(self) -> Any:
-        self.latest, first = object(), 100 * self.chunk
+        first = 100 * self.chunk
+        self.latest = first
         self.chunk += 1
         self.built.append(first)
-        return rows_from(first)
+        return self.make(first)
 
     def state_dict(self) -> dict[str, Any]:
         return {"chunk": self.chunk, "built": list(self.built)} if self.saves else {}
@@ -77,7 +84,7 @@ class Looks(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        assert data is None or data.latest is not None
+        assert data is None or not isinstance(data.latest, Served)
 
 
 def run(folder: Path, model: Model, data: Any, checkpoint: Path | None = None) -> dict[int, list[float]]:
@@ -89,10 +96,34 @@ def run(folder: Path, model: Model, data: Any, checkpoint: Path | None = None) -
     return looks.seen
 
 
+def row(first: int, index: int) -> torch.Tensor:
+    return torch.tensor([first + index], dtype=torch.float32)
+
+
+class Hidden(Dataset[torch.Tensor]):
+    """Shows nothing of its samples."""
+
+    def __init__(self, first: int) -> None:
+        self._sample = partial(row, first)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._sample(index)
+
+
+def hidden_from(first: int) -> DataLoader[Any]:
+    return DataLoader(Hidden(first), 2, shuffle=True)
+
+
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_data_module_that_serves_its_next_part_at_each_call_leaves_none_out(tmp_path: Path, after: int) -> None:
-    whole = run(tmp_path, Model(), Chunks())
-    data = Chunks()
+@pytest.mark.parametrize("make", [rows_from, hidden_from])
+def test_a_data_module_that_serves_its_next_part_at_each_call_leaves_none_out(
+    tmp_path: Path, after: int, make: Any
+) -> None:
+    whole = run(tmp_path, Model(), Chunks(make=make))
+    data = Chunks(make=make)
     resumed = run(tmp_path, Model(), data, tmp_path / f"epoch={after}.ckpt")
     assert resumed == {epoch: seen for epoch, seen in whole.items() if epoch > after}
     assert data.built == [0, 100, 200, 300]
