@@ -122,12 +122,12 @@ class DatasetSettings:
         other: Any = before._loaders[path].dataset
         while mine is not other and mine is not None:
             # The dataset of a Subset, say.
-            mine, other, way = (
-                *(getattr(one, "__dict__", {}).get("dataset") for one in (mine, other)),
-                f"{way}dataset.",
-            )
-        variables = self._outside[path].variables()
-        return {name for name in names if name in variables or (mine is not None and name.startswith(way))}
+            mine, other = (getattr(one, "__dict__", {}).get("dataset") for one in (mine, other))
+            way = f"{way}dataset."
+        # A function that was made anew has variables of its own around it.
+        now, then = self._outside[path].variables(), before._outside[path].variables()
+        same = {name for name in now.keys() & then.keys() if now[name][0] is then[name][0]}
+        return {name for name in names if name in same or (mine is not None and name.startswith(way))}
 
     def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
         """Compare with a checkpoint when the first pass begins.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +95,11 @@ def run(folder: Path, model: Model, data: Any, checkpoint: Path | None = None) -
     return looks.seen
 
 
-def row(first: int, index: int) -> torch.Tensor:
-    return torch.tensor([first + index], dtype=torch.float32)
-
-
 class Hidden(Dataset[torch.Tensor]):
     """Shows nothing of its samples."""
 
     def __init__(self, first: int) -> None:
-        self._sample = partial(row, first)
+        self._sample = lambda index: torch.tensor([first + index], dtype=torch.float32)
 
     def __len__(self) -> int:
         return 8
