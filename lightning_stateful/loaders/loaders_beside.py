@@ -6,8 +6,9 @@ import dis
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,8 @@ _OWN = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generato
 _LOADERS = (DataLoader, _BaseDataLoaderIter)
 # Items of a container, and bytes of an array, that are compared behind every batch.
 _MOST_SHOWN, _MOST_BYTES, _LARGE = 64, 2**14, 2**20
+# What an iteration may set something on: parts of the loader.
+_TOLD = ("dataset.", "collate_fn.")
 _COUNTING = frozenset({"accumulate", "count", "cycle", "enumerate", "islice"})
 
 
@@ -58,7 +61,7 @@ class LoadersBeside:
     def __init__(self, holders: tuple[Any, ...]) -> None:
         found = loaders_in(*holders).values()
         self._remembering = {id(loader.sampler) for loader in found if _remembers(loader)}
-        self._is_seeded = False
+        self._is_seeded = self._has_warned = False
         # Iterators in attributes, by name, and the epochs in which they were found first.
         self._iterators: dict[str, tuple[Any, int]] = {}
         # On several processes one may have been seeded for each of them.
@@ -77,6 +80,24 @@ class LoadersBeside:
                     seeded.add(identity)
                     began_with = self._began_with.get(identity, "")
                     state_for(generator, derive_seed("beside", name, path, began_with)).seed(seed)
+
+    def warn_of_told(self, holder: Any, changed: Collection[str]) -> None:
+        """Warn, once, of what the iteration sets on the dataset or the ``collate_fn`` from batch to batch.
+
+        Args:
+            holder: What is iterated.
+            changed: Names of what has changed as the latest batch was given.
+        """
+        told = sorted(name for name in changed if name.startswith(_TOLD))
+        if told and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(holder).__qualname__}.__iter__ sets {', '.join(told)} from batch to batch. No checkpoint has "
+                "that. A resume within the first epoch reads it again up to there; a later one is exact only if it is "
+                "set anew as a pass begins, or restored before the first batch, as in on_train_start.",
+                StatefulWarning,
+                stacklevel=3,
+            )
 
     def digests(self, holders: tuple[Any, ...], epoch: int) -> dict[str, str]:
         """Digests of what they remember from pass to pass, by name; and which iterators were there in earlier ones."""
@@ -234,6 +255,26 @@ def digests_of_attributes(holders: tuple[Any, ...]) -> dict[str, str]:
         if told:
             found[name] = told
     return found
+
+
+def told_by_iteration(holders: tuple[Any, ...]) -> dict[str, str]:
+    """Digests of attributes of a loader's dataset and ``collate_fn`` that code of ``__iter__`` sets, by name."""
+    kind: Any = type(holders[0]) if holders else object
+    names, found = _names_set_by(kind), dict[str, str]()
+    for part in _TOLD if names else ():
+        value = vars(holders[-1]).get(part.rstrip("."))
+        held = getattr(value, "__dict__", {})
+        # Batches are read through a dataset around the user's.
+        held = getattr(held["dataset"], "__dict__", {}) if "_held_generators" in held else held
+        found |= {part + name: digest_of_contents({name: held[name]}) for name in names & held.keys()}
+    return found
+
+
+@lru_cache(maxsize=256)
+def _names_set_by(kind: type) -> frozenset[str]:
+    code = getattr(getattr(kind, "__iter__", None), "__code__", None)
+    steps = [step for one in ([] if code is None else codes_in(code)) for step in dis.get_instructions(one)]
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _length_of(batches: Any) -> int:

@@ -37,6 +37,7 @@ from lightning_stateful.loaders.loaders_beside import (
     is_short,
     named_in,
     portable_digest,
+    told_by_iteration,
 )
 from lightning_stateful.sampler_copies.sampler_copy import shown
 from lightning_stateful.samplers.tracker import Tracker
@@ -85,7 +86,7 @@ class Watch:
         self._expected: dict[str, Any] = {}
         self._num_passes = self._epoch = 0
         self._holders: tuple[Any, ...] = ()
-        self._share: Callable[[], None] = _nothing
+        self._share: Callable[[], object] = bool
         # What reads variables elsewhere that their code names.
         self._places: dict[str, Callable[[], Any]] = {}
         self._beside: LoadersBeside | None = None
@@ -95,7 +96,7 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is unpickled reads nothing, and torch's iterators in the loaders cannot be pickled.
-        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque(), "_share": _nothing, "_places": {}}
+        return {**vars(self), "_holders": (), "_beside": None, "_ahead": deque(), "_share": bool, "_places": {}}
 
     def begin(
         self,
@@ -124,7 +125,7 @@ class Watch:
         # Batches that were read and not given yet, with what they held.
         self._ahead: deque[tuple[Any, list[Any]]] = deque()
         self._has_asked, self._epoch, self._holders = False, epoch, holders
-        self._share, self._thread = share or _nothing, threading.get_ident()
+        self._share, self._thread = share or bool, threading.get_ident()
         if holders:
             self._num_passes += 1
             self._places = {name: read for holder in holders for name, read in places_outside(holder).items()}
@@ -190,6 +191,8 @@ class Watch:
         found = self._found_now()
         own = changed_names(self._latest, found)
         self.changes = self.changes or bool(own and self.num_given > 1)
+        if self._beside is not None and self.num_given > 1:
+            self._beside.warn_of_told(self._holders[0], own)
         # What its own iteration changes too is no setting of somebody else's.
         self._own |= own
         self.set_by_others = {name: at for name, at in self.set_by_others.items() if name not in own}
@@ -287,8 +290,9 @@ class Watch:
 
     def _found_now(self) -> dict[str, str]:
         """Digests of attributes, and of variables elsewhere that the loader's code names, in this process."""
-        outside = ((name, read()) for name, read in self._places.items())
-        return digests_of_attributes(self._holders) | {name: shown(value) for name, value in outside if is_short(value)}
+        outside = {name: value for name, read in self._places.items() if is_short(value := read())}
+        found = digests_of_attributes(self._holders) | told_by_iteration(self._holders)
+        return found | {name: shown(value) for name, value in outside.items()}
 
     def note_other(self) -> None:
         """The loader gives other batches than those that DataLoader reads for it, one after the other."""
@@ -328,10 +332,6 @@ class Watch:
         self.reads_in_thread = self.reads_in_thread or threading.get_ident() != self._thread
         if not self.differs:
             self._ahead.append((batch, values_in(batch)))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _next_counted(reference: Any, watch: Watch) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from support.ddp_runs import Link, assert_chains, chain_of, over_all
 from support.ledger import LedgerModel, Numbers, samples, trained
 from support.quick import thinned
 from support.ranks import Ranks
-from support.runs import assert_goes_on_from_every_moment, train, train_alone
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+from support.runs import assert_goes_on_from_every_moment, stopped, train, train_alone
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, default_collate
 
 from lightning_stateful import StatefulDataCallback, check_resume, patch_dataloader
 from lightning_stateful.core.order import UNKNOWN
@@ -453,3 +454,57 @@ def test_ranks_resume_what_each_gives_itself(tmp_path_factory: pytest.TempPathFa
         runs = assert_chains(ranks.of(chain, name))
     # Of the last one, which reads its sampler by hand.
     assert over_all(runs, 0) == over_all(runs, 1) == list(range(12))
+
+
+class Lasting(Numbers):
+    """Adds the first sample of the batch before, which the loader tells it."""
+
+    last = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + self.last}
+
+
+class TellsLast(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.last = 0  # type: ignore[attr-defined]
+        for batch in super().__iter__():
+            self.dataset.last = int(batch["id"][0])  # type: ignore[attr-defined]
+            yield batch
+
+
+class Moved:
+    k = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        return {**batch, "x": batch["x"] + self.k}
+
+
+class MovesCollate(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.collate_fn.k += 1  # type: ignore[attr-defined]
+            yield batch
+
+
+def lasting() -> Any:
+    return TellsLast(Lasting(22), 2)
+
+
+def moving() -> Any:
+    return MovesCollate(Numbers(22), 2, collate_fn=Moved())
+
+
+@pytest.mark.parametrize(("make", "name"), [(lasting, "dataset.last"), (moving, "collate_fn.k")])
+def test_what_an_iteration_sets_on_the_data_from_batch_to_batch_is_named_and_set_again(
+    tmp_path: Path, make: Any, name: str
+) -> None:
+    with pytest.warns(StatefulWarning, match=f"__iter__ sets {name} from batch to batch"):
+        stopped(tmp_path / "stop.ckpt", make, batch=3, run=train_alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StatefulWarning)
+        whole = train_alone(make, max_epochs=1)
+        resumed = train_alone(make, ckpt_path=tmp_path / "stop.ckpt", max_epochs=1)
+    assert all(torch.equal(value, resumed.weights[key]) for key, value in whole.weights.items())
