@@ -319,9 +319,12 @@ def _cached_methods(kind: type) -> dict[str, Any]:
 def _users(dataset: Any) -> Iterator[tuple[Any, Place]]:
     """Objects and functions of the user's that are reached, and the place of each."""
     seen: dict[int, Any] = {}
+    # A loader of the user's, of which a collate_fn is a method.
+    owner = getattr(getattr(dataset, "func", None), "__self__", None)
     for place in reached({"dataset": dataset}):
         value = place.value
-        if id(value) in seen or isinstance(value, (type, ModuleType, DataLoader, Sampler)):
+        is_left_out = isinstance(value, (type, ModuleType, DataLoader, Sampler)) and value is not owner
+        if id(value) in seen or is_left_out:
             continue
         seen[id(value)] = value
         if is_users(value.__module__ if isinstance(value, FunctionType) else type(value).__module__):

@@ -262,6 +262,36 @@ def test_in_a_worker_it_is_warned_of_too() -> None:
             list(loader)
 
 
+class Longest(DataLoader[Any]):
+    """Collates by a method that remembers the longest text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(TEXTS, batch_size=4, collate_fn=self.collate, **options)
+        self.longest = 0
+
+    def collate(self, samples: Any) -> Any:
+        self.longest += max(map(len, samples))
+        return torch.zeros(self.longest)
+
+
+class CountsOnly(Longest):
+    def collate(self, samples: Any) -> Any:
+        self.longest += 1
+        return len(samples)
+
+
+def test_a_method_of_the_loader_is_watched_too() -> None:
+    words = "Longest changes 'longest' whenever batches are collated"
+    with pytest.warns(StatefulWarning, match=words):
+        list(patch_dataloader(Longest(), seed=0))
+    # The tests' filters make an error of it there, which is the batch's.
+    with pytest.raises(StatefulWarning, match=words):
+        list(patch_dataloader(Longest(num_workers=1), seed=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        list(patch_dataloader(CountsOnly(), seed=0))
+
+
 def test_what_objects_hold_is_put_back() -> None:
     data, packs, draws = Caching(TEXTS), Packs(deque), random.Random(0)
     holder: dict[str, Any] = {

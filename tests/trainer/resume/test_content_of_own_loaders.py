@@ -145,6 +145,7 @@ def test_a_batch_that_it_has_changed_is_not_compared(tmp_path: Path) -> None:
     train_alone(lambda: Doubles(Rows(7), 2), ckpt_path=tmp_path / "stop.ckpt")
 
 
+@pytest.mark.filterwarnings("ignore:.*whenever batches are collated:lightning_stateful.errors.StatefulWarning")
 def test_a_collate_fn_of_the_loaders_that_counts_in_workers_is_warned_of(tmp_path: Path) -> None:
     options = {"num_workers": 1, "persistent_workers": True}
     stop(tmp_path / "stop.ckpt", Counts, **options)
