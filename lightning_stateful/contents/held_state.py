@@ -63,6 +63,7 @@ class HeldState:
     """
 
     def __init__(self, *roots: Any, containers: bool = True, most_bytes: int = _MOST_BYTES) -> None:
+        self._how = containers, most_bytes
         # By the way that leads there: an object, and a copy of what it held.
         self._kept: dict[str, tuple[Any, Any]] = {}
         seen: set[int] = set()
@@ -77,6 +78,13 @@ class HeldState:
             if depth < _DEPTH:
                 found += [(f"{name}.{part}", held, depth + 1) for part, held in _held_by(value)]
         self.is_whole = not found
+
+    def keep_changed(self) -> None:
+        """Forget what is as it was, so that :meth:`restore` puts back the rest alone, whatever changes later."""
+        kept = self._kept.items()
+        self._kept = {
+            name: (value, copied) for name, (value, copied) in kept if not are_same(copied, _copied(value, *self._how))
+        }
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -221,6 +229,25 @@ def put_back(value: Any, copied: Any) -> None:
         for name in held.keys() - copied.keys():
             del held[name]
         held.update(copied)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two values, or shallow copies of containers, are of the same content: of objects, the same objects."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same_item(item, other[key]) for key, item in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_is_same_item, one, other))
+    return one is other or (isinstance(one, (set, bytearray, *_PLAIN)) and one == other)
+
+
+def _is_same_item(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
 
 def values_in(batch: Any) -> list[Any]:

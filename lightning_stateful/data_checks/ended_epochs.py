@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lightning_stateful.contents.held_state import HeldState, put_back
+from lightning_stateful.contents.held_state import HeldState, are_same, put_back
 from lightning_stateful.data_checks.dataset_settings import builder_of
 from lightning_stateful.generators.attributes import attributes_of
 from lightning_stateful.loops.lightning import pl
@@ -29,27 +29,40 @@ _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_buffers"}
 
 
 def build_as_of(
-    trainer: pl.Trainer, progress: LoopProgress, build: Callable[[], T], saved: Mapping[str, Any]
+    trainer: pl.Trainer,
+    progress: LoopProgress,
+    request: Callable[[], Any],
+    build: Callable[[Callable[[], Any]], T],
+    saved: Mapping[str, Any],
 ) -> tuple[T, bool, Callable[[], None]]:
     """Build the training loaders as in the epoch in which the run had built them.
 
     Args:
         trainer: The trainer.
         progress: How far the run had got.
-        build: Asks for the loaders.
+        request: Asks the user's side for the loaders.
+        build: Builds them of what that gives.
         saved: The callback's state in the checkpoint.
 
     Returns:
         What ``build`` returns; whether others are built for the next epoch by what a user has restored; and a function
-        that puts back what this call has changed of the data module and the LightningModule.
+        that puts back what the request has changed of the data module and the LightningModule.
     """
     modules = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]  # set by a connector
     is_called_again = is_rebuilt_next(trainer, progress)
     held = [_Held(one) for one in modules if one is not None and is_called_again]
     values = builder_of(trainer) if held else None
     is_restored = bool(saved.get("build")) and values is not None and values() == saved["build"]
+
+    def asked() -> Any:
+        found = request()
+        for one in held:
+            # The loaders bring samplers and datasets to where the run was: that stays.
+            one.keep_changed()
+        return found
+
     with epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
-        built = build()
+        built = build(asked)
 
     def undo() -> None:
         for one in held:
@@ -71,6 +84,13 @@ class _Held:
         self._inner = HeldState(*self._values.values(), most_bytes=_MOST_BYTES)
         buffers = module.named_buffers() if isinstance(module, torch.nn.Module) else ()
         self._buffers = [(one, one.detach().clone()) for _, one in buffers if one.nbytes <= _MOST_BYTES]
+
+    def keep_changed(self) -> None:
+        """Forget what is as it was."""
+        now = attributes_of(self._module)
+        self._values = {name: one for name, one in self._values.items() if not are_same(one, now.get(name))}
+        self._buffers = [(one, copied) for one, copied in self._buffers if not torch.equal(one, copied)]
+        self._inner.keep_changed()
 
     def restore(self) -> None:
         """Put it back: values and containers in attributes, and what is in objects, generators and buffers.

@@ -225,8 +225,8 @@ class TrainLoaders:
             StateError: The state does not fit the data; nothing changes then.
         """
         request = partial(request_training_loaders, trainer)
-        build = partial(cls.build, trainer, request, settings)
-        loaders, is_restored, undo = build_as_of(trainer, progress, build, saved or {})
+        build = partial(cls.build, trainer, settings=settings)
+        loaders, is_restored, undo = build_as_of(trainer, progress, request, build, saved or {})
         with run_seeds.naming_remedies(trainer, settings.seed):
             progress = loaders._go_on_without_state(progress) if state is None else loaders._load(state, progress)
         if loaders.combined.refused or is_restored:
