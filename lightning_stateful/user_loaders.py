@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import islice
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -164,7 +164,8 @@ def _made_of(ours: Any, kind: Any) -> Any:
     found = {name: value for base in reversed(theirs) for name, value in vars(base).items() if name[:2] != "__"}
     functions = [value for value in found.values() if isinstance(value, FunctionType)]
     # What methods set under names that ours has too is of the user's object: these are called on that.
-    hidden = {name for one in functions for name in _names_set(one)} & {*_SET_BY_OURS, *dir(ours)} - {*dir(DataLoader)}
+    set_there = {name for one in functions for name in names_set(one.__code__)}
+    hidden = set_there & {*_SET_BY_OURS, *dir(ours)} - {*dir(DataLoader)}
     values = {
         name: _of_original(name)
         for name, value in found.items()
@@ -182,9 +183,9 @@ def _made_of(ours: Any, kind: Any) -> Any:
 _SET_BY_OURS = ("seed", "path", "seed_samples", "tracker", "description", "is_for_trainer")
 
 
-def _names_set(function: FunctionType) -> set[str]:
-    """The attributes that a function sets, of whatever objects."""
-    return {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_ATTR"}
+def names_set(code: CodeType) -> set[str]:
+    """The attributes that code sets, of whatever objects."""
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
 
 
 def _of_original(name: str) -> Any:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from ctypes import Array, _SimpleCData
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from zlib import crc32
@@ -239,15 +240,25 @@ def are_same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same_item(item, other[key]) for key, item in one.items())
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_is_same_item, one, other))
-    return one is other or (isinstance(one, (set, bytearray, *_PLAIN)) and one == other)
+    return bool(one == other) if isinstance(one, (set, bytearray)) else is_same(one, other)
 
 
-def _is_same_item(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+def is_same(was: Any, now: Any) -> bool:
+    """Whether a value is the same object or an equal plain one, or a list, tuple, deque or dict of such."""
+    if was is now:
+        return True
+    if type(was) is not type(now):
+        return False
+    if isinstance(was, (list, tuple, deque)):
+        return len(was) == len(now) and (all(map(is_, was, now)) or all(map(is_same_item, was, now)))
+    if isinstance(was, dict):
+        return was.keys() == now.keys() and all(is_same_item(item, now[key]) for key, item in was.items())
+    return is_same_item(was, now)
+
+
+def is_same_item(was: Any, now: Any) -> bool:
+    """Whether an item of a container is the same object, or an equal plain one."""
+    return was is now or (type(was) is type(now) and type(was) in {*BUILT_IN, frozenset} and bool(was == now))
 
 
 def values_in(batch: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
-from operator import is_, le
+from operator import le
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_stateful.contents.code_uses import Use, uses_of
+from lightning_stateful.contents.held_state import is_same, is_same_item
 from lightning_stateful.contents.kept_samples import CACHED, KeptSamples
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import (
@@ -396,38 +397,22 @@ def _is_shared(value: Any) -> bool:
 def _changes(before: dict[_Name, Any], now: dict[_Name, Any]) -> dict[_Name, tuple[Any, Any]]:
     """What was changed, and not only added to: the value before, None for a missing one, and now."""
     pairs = {name: (before.get(name), value) for name, value in now.items() if _is_looked_at(value)}
-    return {name: pair for name, pair in pairs.items() if not _is_same(*pair) and not _is_added_to(*pair)}
-
-
-def _is_same(was: Any, now: Any) -> bool:
-    if was is now:
-        return True
-    if type(was) is not type(now):
-        return False
-    if isinstance(was, (list, tuple, deque)):
-        return len(was) == len(now) and (all(map(is_, was, now)) or all(map(_is_same_item, was, now)))
-    if isinstance(was, dict):
-        return was.keys() == now.keys() and all(_is_same_item(item, now[key]) for key, item in was.items())
-    return _is_same_item(was, now)
-
-
-def _is_same_item(was: Any, now: Any) -> bool:
-    return was is now or (type(was) is type(now) and type(was) in {*BUILT_IN, frozenset} and bool(was == now))
+    return {name: pair for name, pair in pairs.items() if not is_same(*pair) and not _is_added_to(*pair)}
 
 
 def _is_added_to(was: Any, now: Any) -> bool:
     """Whether a container only got items; a dict may have lost some too, as a cache of bounded size does."""
     if isinstance(was, dict) and isinstance(now, dict):
-        return all(_is_same_item(item, now[key]) for key, item in was.items() if key in now)
+        return all(is_same_item(item, now[key]) for key, item in was.items() if key in now)
     if isinstance(was, frozenset) and isinstance(now, frozenset):
         return was <= now
-    return type(was) is type(now) and isinstance(was, (list, tuple)) and _is_same(was, now[: len(was)])
+    return type(was) is type(now) and isinstance(was, (list, tuple)) and is_same(was, now[: len(was)])
 
 
 def _is_grown(was: Any, now: Any) -> bool:
     """Whether a list or a set only got items, or a dict of numbers."""
     is_looked_at = isinstance(now, (list, frozenset)) or _are_counts(None, now)
-    return is_looked_at and not _is_same(was, now) and _is_added_to(was, now)
+    return is_looked_at and not is_same(was, now) and _is_added_to(was, now)
 
 
 def _is_count_or_queue(changes: list[tuple[Any, Any]]) -> bool:
@@ -453,6 +438,6 @@ def _moves_on(was: Any, now: Any) -> bool:
     if isinstance(now, list) and isinstance(was, list):
         # Of a list of samples that are kept under their index, most are None at first.
         rests = ((was[number:], now[: len(was) - number]) for number in range(1, len(was)))
-        taken = (_is_same(rest, first) for rest, first in rests if any(one is not None for one in rest))
-        return (0 < len(now) < len(was) and _is_same(was[: len(now)], now)) or any(taken)
+        taken = (is_same(rest, first) for rest, first in rests if any(one is not None for one in rest))
+        return (0 < len(now) < len(was) and is_same(was[: len(now)], now)) or any(taken)
     return isinstance(now, deque) and isinstance(was, deque)

@@ -35,7 +35,7 @@ from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.user_loaders import TORCHS
+from lightning_stateful.user_loaders import TORCHS, names_set
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Attributes that hold no other loader's, and may hold very much.
@@ -273,8 +273,7 @@ def told_by_iteration(holders: tuple[Any, ...]) -> dict[str, str]:
 @lru_cache(maxsize=256)
 def _names_set_by(kind: type) -> frozenset[str]:
     code = getattr(getattr(kind, "__iter__", None), "__code__", None)
-    steps = [step for one in ([] if code is None else codes_in(code)) for step in dis.get_instructions(one)]
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return frozenset() if code is None else frozenset().union(*map(names_set, codes_in(code)))
 
 
 def _length_of(batches: Any) -> int:

@@ -368,6 +368,8 @@ class TrainLoaders:
                 repeats=loop_progress.overfits(self._trainer),
             )
 
+    # No local functions: where workers are spawned, proxies may have to be pickled.
+
     def _proxy(self, path: str, original: Any) -> LoaderProxy:
         loader = self.combined.loaders[path]
         self._ledger.prepare(loader)
