@@ -337,3 +337,10 @@ def is_same_batch(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two descriptions of batches are of the same content, up to rounding."""
     means = one["means"], other["means"]
     return one["digest"] == other["digest"] and len(means[0]) == len(means[1]) and np.allclose(*means, 1e-3, 1e-6)
+
+
+def show_batch(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The digest of a batch, and those of its means that differ from another's, for people."""
+    pairs = zip(content["means"], other["means"], strict=False)
+    differing = [one for one, of_other in pairs if not np.isclose(one, of_other, 1e-3, 1e-6)]
+    return " ".join(map(str, (content["digest"], *differing[:2])))

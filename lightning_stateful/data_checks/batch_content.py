@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch
+from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch, show_batch
 from lightning_stateful.contents.held_state import HeldState, changed_names
 from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.data_checks.odd_datasets import find_trained
+from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
 from lightning_stateful.errors import Difference, StateError, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.own_iteration import OwnTracker
@@ -56,11 +57,13 @@ class BatchContent:
 
     Attributes:
         settings: Attributes of the datasets that hooks set.
+        streams: The first batches of passes over streams.
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader], trainer: pl.Trainer) -> None:
         self._num_loaders = len(loaders)
         self._loaders = map_style(loaders)
+        self.streams = StreamContent(loaders)
         # A user's sampler would have to be iterated to know a batch of it again, so its indices are kept.
         for loader in filter(_has_sampler, self._loaders.values()):
             loader.keep_indices()
@@ -107,6 +110,7 @@ class BatchContent:
         if before is not None and not (_has_sampler(self._loaders[path]) or _has_iteration(self._loaders[path])):
             # The index in hand, say. A sampler, or a loader, may have set what samples follow from.
             self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
+        self.streams.note(path, batch)
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
         plan, step = whole_plan(plan, step)
@@ -141,7 +145,8 @@ class BatchContent:
         # A batch that was read before the data were changed is no longer what is read in its place.
         content = {path: of for path, of in self.latest.items() if self._is_as_noted(path, of)}
         build = {} if self._build is None else self._build()
-        return {"content": deepcopy(content), "dataset_settings": self.settings.state(), "build": build}
+        noted = {"content": deepcopy(content), "first_batches": self.streams.state()}
+        return {**noted, "dataset_settings": self.settings.state(), "build": build}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
         if path not in self._loaders or not _hands_on(self._loaders[path]):
@@ -171,15 +176,19 @@ class BatchContent:
         """
         content, (state, present) = saved.get("content"), states
         self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=epoch >= 0)
-        if state is None or not (content or self.is_map_style):
+        if state is None:
+            return None
+        is_changed = bool(differences(state, present(), fingerprints=False))
+        self.streams.expect(trainer, {} if is_changed else saved.get("first_batches", {}), accept)
+        if not (content or self.is_map_style):
             return None
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
         self._is_over = epoch < 0
-        is_changed = bool(differences(state, present(), fingerprints=False))
         if epoch < 0 and not is_changed and trainer.is_global_zero:
             # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
-            over = [path for path in content if path in self._loaders and not is_accepted(_accepted_as(path), accept)]
+            known = filter(self._loaders.__contains__, content)
+            over = [path for path in known if not is_accepted(names_of_content(path), accept)]
             self._before_hooks = {path: self._read(trainer, path, content[path], is_first=True) for path in over}
         self._states = {} if is_changed else dict(walk(state))
         return partial(self.compare, trainer, content, accept, None if is_changed else self._states, epoch)
@@ -252,12 +261,12 @@ class BatchContent:
         Warns:
             StatefulWarning: Data or a sampler had been changed in training, and are as they were built.
         """
-        found: list[tuple[str, str, str, str]] = []
+        found: list[Difference] = []
         self._is_over = False
         if trainer.is_global_zero and states is not None:
             for path, loader in self._loaders.items():
                 now = loader.changed()
-                if path not in states or is_accepted(_accepted_as(path), (*accept, *loader.accept)):
+                if path not in states or is_accepted(names_of_content(path), (*accept, *loader.accept)):
                     continue
                 is_of_epoch = path in saved and saved[path]["batch"][0] == epoch
                 tells = is_of_epoch and not _has_sampler(loader) and self._is_read_alike(path, saved[path])
@@ -273,7 +282,7 @@ class BatchContent:
         if trainer.world_size > 1:
             found = gathered(found)[0]
         if found:
-            raise StateMismatchError([_difference(*one) for one in found], where="The checkpoint's data state")
+            raise StateMismatchError(found, where="The checkpoint's data state")
 
     def _changed_settings(self, path: str) -> str:
         """Digest of what else than reading has changed of a dataset's settings since it was built; empty for none."""
@@ -282,7 +291,7 @@ class BatchContent:
         changed = "\n".join(f"{name}={now.get(name)}" for name in sorted(names))
         return hex_digest(changed.encode(errors="surrogatepass"), size=6) if names else ""
 
-    def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[Difference]:
         looked, before = path in self._before_hooks, self._before_hooks.get(path)
         if before is not None and is_same_batch(saved, before):
             return []
@@ -303,9 +312,9 @@ class BatchContent:
             _warn_of_dependence(name, kind)
             return []
         if _has_sampler(loader) or _has_iteration(loader):
-            _warn_of_other_content(name, _shown(saved, now), _shown(now, saved))
+            _warn_of_other_content(name, show_batch(saved, now), show_batch(now, saved))
             return []
-        return [(_accepted_as(path)[0], name, _shown(saved, now), _shown(now, saved))]
+        return [_difference(names_of_content(path)[0], name, show_batch(saved, now), show_batch(now, saved))]
 
     def _is_read_alike(self, path: str, saved: Mapping[str, Any]) -> bool:
         """Whether a batch is read as when it was noted; else there are other batches or draws, or data change by epoch.
@@ -449,21 +458,9 @@ def _warn_of_dependence(name: str, kind: str) -> None:
     )
 
 
-def _shown(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The digest of a batch, and those of its means that differ from another's."""
-    pairs = zip(content["means"], other["means"], strict=False)
-    differing = [one for one, of_other in pairs if not np.isclose(one, of_other, 1e-3, 1e-6)]
-    return " ".join(map(str, (content["digest"], *differing[:2])))
-
-
 def _name_of(saved: Mapping[str, Any]) -> str:
     epoch, number = saved["batch"]
     return f"Batch {number} of epoch {epoch}"
-
-
-def _accepted_as(path: str) -> tuple[str, str]:
-    """The names by which other content of a loader is accepted."""
-    return (f"{path}.{PATH}" if path else PATH), PATH
 
 
 def _read_by(loader: StatefulLoader) -> list[Any]:

@@ -128,6 +128,7 @@ class IterableState:
                 is_here=self.is_here,
                 waits=worker < first,
                 share=(worker * self.num_replicas + rank, self.num_workers * self.num_replicas),
+                num_workers=self.num_workers,
             )
             for worker, slot in enumerate(slots)
         ]

@@ -47,6 +47,7 @@ class IterableTask(NamedTuple):
         waits: Whether its first turn is left out, because the batch that comes next is that of a later worker.
         share: ``worker * num_replicas + rank``, and how many such slots all ranks have.
         steps_before: 0: a pass is never divided anew.
+        num_workers: Worker slots of a rank.
     """
 
     slot: int
@@ -58,6 +59,7 @@ class IterableTask(NamedTuple):
     waits: bool = False
     share: tuple[int, int] = (0, 1)
     steps_before: int = 0
+    num_workers: int = 1
 
 
 def begin_datapipe(dataset: Any, seed: int, epoch: int, share: tuple[int, int]) -> None:

@@ -80,7 +80,7 @@ class SetBetweenPasses:
         # And the lists and sets, with how long they were.
         self._lists: dict[str, tuple[Any, int]] = {}
         self._first: dict[str, str] = {}
-        self._built = self._held()
+        self._built = self.held()
         # What it held when the latest pass had ended; None within a pass that may change it.
         self._left: dict[str, str] | None = None
         # What it held when the latest pass began, and of that what was set between passes.
@@ -204,7 +204,7 @@ class SetBetweenPasses:
         self._num_read += 1
         if self._in_workers or self._num_read != _LOOKS_AT:
             return
-        now = self._held()
+        now = self.held()
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
         ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
         changed = changed_names(self._begun, now)
@@ -226,10 +226,14 @@ class SetBetweenPasses:
         """A pass has ended; the names of what was changed since it began, by the pass or in it."""
         if self._in_workers:
             return set()
-        self._left = self._held()
+        self._left = self.held()
         changed = changed_names(self._begun, self._left)
         self._set_at_start = (self._set_at_start or set()) - changed
         return changed
+
+    def as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Digests of what it held as it was built, and as the latest pass began."""
+        return self._built, self._begun
 
     def _is_read_by(self, name: str) -> bool:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
@@ -255,7 +259,7 @@ class SetBetweenPasses:
 
     def _set_for_later(self) -> dict[str, str]:
         """Digests of what was set since workers that end with the pass were started."""
-        return self._digests(self._changed_since_left(self._held())) if self._in_workers else {}
+        return self._digests(self._changed_since_left(self.held())) if self._in_workers else {}
 
     def _digests(self, names: Collection[str]) -> dict[str, str]:
         """Digests of attributes as they are now; empty ones of those that are missing."""
@@ -267,7 +271,7 @@ class SetBetweenPasses:
 
     def _compare(self) -> dict[str, str]:
         """Digests of what the dataset holds now; warns of attributes that were set since the latest pass."""
-        now = self._held()
+        now = self.held()
         self.note_set(self._changed_since_left(now))
         return now
 
@@ -296,7 +300,7 @@ class SetBetweenPasses:
                 "in load_state_dict of a callback."
             )
 
-    def _held(self) -> dict[str, str]:
+    def held(self) -> dict[str, str]:
         """Digests of all attributes, to be compared in this process."""
         if self._values is not None:
             return self._values()

@@ -38,6 +38,14 @@ _CONTENT = {
     "digest": object,
     "means": [object],
 }
+_FIRST_BATCH = {
+    "pass": COUNT,
+    "ranks": RANKS,
+    "workers": COUNT,
+    "held": {str: str},
+    "digest": object,
+    "means": [object],
+}
 _OPTIONS = ("fx", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "sync", "rank_zero_only")
 _LOGGED = {
     **dict.fromkeys(_OPTIONS, object),
@@ -99,6 +107,7 @@ _PARTS = {
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
+    "first_batches": {str: [_FIRST_BATCH]},
     "dataset_settings": {str: {str: (str, str, str)}},
     "build": {str: str},
     "validation": {str: {str: object}},

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from lightning_stateful.iterable_datasets.iterable_state import IterableState, s
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.kept_values import KeptGenerators
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import beginning_of, history_of
 from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.iterable_datasets.rank_draws import (
@@ -114,6 +116,9 @@ class IterableOrder(StreamReader):
         # What its passes change here, with which hooks may see to it too.
         is_changed_here = self._is_untold and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
+        # What it held as it was built, and as its first pass began.
+        self._values_built = self.values
+        self._values_begun = self._values_built
         # Of one that is built for a later epoch another warning speaks.
         self._is_first = not history_of(self.dataset)
 
@@ -173,6 +178,27 @@ class IterableOrder(StreamReader):
     def _set_draws(self, alike: Collection[str]) -> None:
         self._knows_draws = True
         self.settings = replace(self.settings, kinds_alike=frozenset(alike))
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Digests of what the dataset holds now, and of what its ``collate_fn`` reaches."""
+        collate = OutsideValues((self.loader.collate_fn,), objects=True).digests(of_generators=False)
+        return {**digests_as_built(self.dataset), **collate}
+
+    @property
+    def values_as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The same as it was built, and as its first pass began."""
+        return self._values_built, self._values_begun
+
+    def _copied_settings(self) -> tuple[IterableConfig, Any]:
+        dataset = copied_with_shared_data(self.dataset)
+        return replace(self.settings, dataset=dataset, told=[], early=[]), deepcopy(self.loader.collate_fn)
+
+    @property
+    def begun_pass(self) -> int | None:
+        """As of other readers, but of the first pass alone: later ones may depend on those before."""
+        is_seeded = self.settings.sample_seed is not None and not self.settings.gives_batches
+        return 0 if is_seeded and super().begun_pass == 0 else None
 
     @property
     def begins_anew(self) -> bool:
@@ -403,6 +429,8 @@ class IterableOrder(StreamReader):
         if self._within is not None:
             self._within.note_begin()
         self._epoch = epoch
+        if not (epoch or step):
+            self._values_begun = self.values
         # The datasets of this process stand where the epochs before have left them.
         is_here = self.begins_anew and not step and not is_moved
         return replace(state, is_here=True) if is_here else state

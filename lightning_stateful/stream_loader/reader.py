@@ -29,7 +29,7 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.generators.rng import seed_or_default
+from lightning_stateful.generators.rng import keep_randomness, seed_or_default
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
@@ -37,10 +37,11 @@ from lightning_stateful.stream_loader.options import IterableBatches, StreamOpti
 from lightning_stateful.stream_loader.plan import StreamDetails, StreamEpochPlan
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
-from lightning_stateful.stream_loader.stream_run import StreamRun
+from lightning_stateful.stream_loader.stream_run import StreamRun, seed_of_workers
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
 from lightning_stateful.stream_nodes.numbered import NOTHING
 from lightning_stateful.streams.stream import Stream
+from lightning_stateful.user_loaders import copied
 
 # Passes without a step, one after the other, that are put up with.
 MOST_EMPTY = 4
@@ -133,6 +134,51 @@ class StreamReader(ABC):
     @abstractmethod
     def reasons_to_read_again(self, *, if_drawn: bool = False) -> str:
         """Why a resume reads samples again, if need be once functions have drawn; empty if it does not."""
+
+    @property
+    @abstractmethod
+    def values(self) -> dict[str, str]:
+        """Digests of what it reads by, as it is now, the same in every process."""
+
+    @property
+    @abstractmethod
+    def values_as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The same as it was built, and as the pass began that :attr:`begun_pass` names."""
+
+    @abstractmethod
+    def _copied_settings(self) -> tuple[Any, Any]:
+        """Copies of the settings and of ``collate_fn``, to read without a change of what is trained on."""
+
+    @property
+    def begun_pass(self) -> int | None:
+        """The pass of which the latest batch is the first one; None of another batch, or where more came before it."""
+        run = self._run
+        if run is None or run.num_served != 1 or run.begun.steps or run.begun.steps_before:
+            return None
+        begun = run.begun
+        return int(begun.epoch) if begun.to_dict() == self.beginning_of(begun.epoch).to_dict() else None
+
+    def read_first(self, epoch: int) -> Any:
+        """Read the first batch of a pass here, beside what is trained on.
+
+        Without workers copies of the dataset and of ``collate_fn`` are read, else those of workers that end with it.
+
+        Raises:
+            Exception: It cannot be read, or copied.
+        """
+        loader, settings = copied(self.loader), self.settings
+        changes: dict[str, Any] = {"pin_memory": False, "persistent_workers": False}
+        if not loader.num_workers:
+            settings, changes["collate_fn"] = self._copied_settings()
+        elif loader.worker_init_fn is None:
+            changes["num_workers"] = 1
+        vars(loader).update(changes)
+        slots = SlotLoader(loader, settings, self.own_seed if self.options.seed_samples else None, is_trained_on=False)
+        ranks = self.topology
+        begun = self.state_kind.beginning(settings, epoch, ranks.num_replicas, self.num_workers)
+        with keep_randomness():
+            deliveries = slots.read(begun.tasks(ranks.rank), seed_of_workers(begun, self.own_seed, ranks.rank))
+            return next(delivery.batch for delivery in deliveries if not delivery.is_end)
 
     @property
     def topology(self) -> Topology:

@@ -84,10 +84,7 @@ class StreamRun:
             begun.config.open(task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
-        seed = derive_seed(
-            "stream", seed, begun.epoch, begun.steps_before, 0 if begun.config.kinds_alike >= ALL_KINDS else rank
-        )
-        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
+        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed_of_workers(begun, seed, rank))
         self._skip_unknown()
         self.states = self._states
 
@@ -307,6 +304,18 @@ class StreamRun:
         slots: list[NodeState | None] = [None] * self.begun.num_slots
         slots[self._topology.rank :: self.begun.num_replicas] = map(_decoded, states)
         return self.begun.at(tuple(slots), self.begun.steps + num_served)
+
+
+def seed_of_workers(begun: Any, seed: int, rank: int) -> int:
+    """The seed of torch's workers in a run of a rank.
+
+    Args:
+        begun: Where it begins.
+        seed: That of the loader.
+        rank: The rank.
+    """
+    alike = begun.config.kinds_alike >= ALL_KINDS
+    return derive_seed("stream", seed, begun.epoch, begun.steps_before, 0 if alike else rank)
 
 
 def _decoded(state: NodeState | StateText) -> NodeState:

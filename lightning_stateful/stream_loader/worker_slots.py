@@ -119,7 +119,8 @@ class SlotDataset(IterableDataset[Delivery]):
         self._process = info.id if self._process is None else self._process
         task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
         # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
-        seen = {"id": 0, "num_workers": 1} if self._config.hides_workers else {"id": task.worker}
+        is_hidden = self._config.hides_workers
+        seen = {"id": 0, "num_workers": 1} if is_hidden else {"id": task.worker, "num_workers": task.num_workers}
         # A dataclass in newer versions of torch only.
         given = {name: getattr(info, name) for name in type(info).__annotations__}
         torch_worker._worker_info = type(info)(**{**given, **seen, "dataset": self._dataset})

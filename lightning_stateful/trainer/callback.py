@@ -77,8 +77,8 @@ class StatefulDataCallback(pl.Callback):
             ``("dataset.length", "seed")``; with ``"nondeterministic"`` also samplers that cannot be repeated.
         log_data: Whenever the trainer logs, log position, samples, tokens, the share of every source, and padding, as
             ``data/samples`` and so on; docs/logs.md has all names.
-        check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and read the latest
-            again on a resume, to refuse data that are others than before.
+        check_content: Keep a digest of every hundredth batch of map-style loaders in checkpoints, and of first batches
+            of passes over streams, and read one again on a resume, to refuse data that are others than before.
         ledger: A folder to which each rank writes what it trains on: of data with an index the indices, of streams
             shard and number of each sample. Read it with :func:`~lightning_stateful.ledger.read_ledger`.
         ledger_key: Gives keys of a batch's samples, integers or strings, for the ledger of data that have neither:

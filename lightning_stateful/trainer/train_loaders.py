@@ -435,6 +435,8 @@ class TrainLoaders:
         if self._training_began and self._compare is not None:
             compare, self._compare = self._compare, None
             compare()
+        # Lightning reads the first batch of a loader without a length before it begins training.
+        self.content.streams.compare(self._trainer)
         if self._notes_content:
             self.content.note_begin(path)
         epoch, step = self._next_step()

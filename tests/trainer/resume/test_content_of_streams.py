@@ -1,0 +1,195 @@
+"""The first batch of a pass over a stream is read again on a resume: another tokenizer is refused by what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from support.ledger import LedgerModel, batches
+from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
+from support.sampler_cases import PlainData
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_stateful import StatefulDataCallback
+from lightning_stateful.errors import StatefulWarning, StateMismatchError
+
+WORDS = ["low", "tide", "salt", "gull", "rope", "sand"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*were read again:lightning_stateful.errors.StatefulWarning"),
+]
+
+
+class Vocabulary:
+    """Numbers words, and shows them nowhere but in what it gives."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._number = {word: number for number, word in enumerate(words)}.__getitem__
+        self.calls = 0
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.calls += 1
+        return {"ids": list(map(self._number, row["text"].split())), "id": row["id"]}
+
+
+def rows(parts: list[int]) -> Iterator[dict[str, Any]]:
+    for part in parts:
+        for number in range(part * 11, part * 11 + 11):
+            yield {"id": number, "text": " ".join((WORDS * 3)[number % 5 : number % 5 + 4])}
+
+
+def collated(samples: list[Any], encode: Callable[[Any], Any] = dict) -> dict[str, torch.Tensor]:
+    samples = [encode(sample) for sample in samples]
+    x = torch.tensor([sample["ids"] for sample in samples]) / 100
+    return {"id": torch.tensor([sample["id"] for sample in samples]), "x": x + torch.rand(len(samples), 1) / 100}
+
+
+def texts(words: list[str] = WORDS, *, in_collate: bool = False, encoder: Any = Vocabulary, **options: Any) -> Any:
+    """A Hugging Face stream of four shards, whose words are numbered in its ``map`` or in the ``collate_fn``."""
+    stream: Any = datasets.IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
+    if in_collate:
+        how: Any = partial(collated, encode=encoder(words))
+    else:
+        stream, how = stream.map(encoder(words)), collated
+    return PlainData(lambda: DataLoader(stream, batch_size=2, collate_fn=how, **options))
+
+
+WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
+REFUSED = r"dataset\.content: .*The first batch of pass \d over .* is not what it was.*sorted\(words\)"
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
+@pytest.mark.parametrize("in_collate", [False, True])
+def test_another_vocabulary_is_refused_and_the_same_one_is_not(
+    tmp_path: Path, in_collate: bool, options: dict[str, Any]
+) -> None:
+    make = partial(texts, in_collate=in_collate, **options)
+    moments = [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    for path in paths:
+        model = LedgerModel()
+        with pytest.raises(StateMismatchError, match=REFUSED):
+            train_alone(partial(make, WORDS[::-1]), model=model, ckpt_path=path)
+        assert batches(model.ledger) == []
+    settings = {"accept": "dataset.content"} if in_collate else {"check_content": False}
+    train_alone(partial(make, WORDS[::-1]), ckpt_path=paths[0], settings=settings)
+
+
+class Lines(IterableDataset[Any]):
+    """Divides the rows among workers itself."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        all_rows = [*rows([0, 1])][first::step]
+        while self.next < len(all_rows):
+            self.next += 1
+            yield all_rows[self.next - 1]
+        self.next = 0
+
+
+class LinesWithState(Lines):
+    """Goes on at its state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Lines, {}), (LinesWithState, {}), (LinesWithState, WORKERS)], ids=["none", "own", "workers"]
+)
+def test_of_an_iterable_that_divides_itself_another_vocabulary_is_warned_of(
+    tmp_path: Path, kind: Any, options: dict[str, Any]
+) -> None:
+    def make(words: list[str] = WORDS) -> Any:
+        how = partial(collated, encode=Vocabulary(words))
+        return PlainData(lambda: DataLoader(kind(), batch_size=2, collate_fn=how, **options))
+
+    moments = [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
+    words = r"The first batch of pass 0 over Lines.* is not what it was.*sorted\(words\)"
+    for path in sorted(tmp_path.glob("*.ckpt")):
+        with pytest.warns(StatefulWarning, match=words):
+            train_alone(partial(make, WORDS[::-1]), ckpt_path=path)
+
+
+def test_without_workers_functions_are_as_if_nothing_had_been_read(tmp_path: Path) -> None:
+    path, made = tmp_path / "stop.ckpt", []
+
+    def encoder(words: list[str]) -> Vocabulary:
+        made.append(Vocabulary(words))
+        return made[-1]
+
+    stopped(path, partial(texts, encoder=encoder), run=train_alone, epoch=1, batch=3)
+    for check_content in (True, False):
+        train_alone(partial(texts, encoder=encoder), ckpt_path=path, settings={"check_content": check_content})
+    *_, checked, unchecked = made
+    assert checked.calls == unchecked.calls
+
+
+def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -> None:
+    class Entropic(Vocabulary):
+        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            row = super().__call__(row)
+            return {**row, "ids": [one + SystemRandom().random() for one in row["ids"]]}
+
+    path = tmp_path / "stop.ckpt"
+    make = partial(texts, encoder=Entropic)
+    stopped(path, make, run=train_alone, epoch=1, batch=3)
+    with pytest.warns(StatefulWarning, match="The first batch of pass 0 .* has another content whenever it is read"):
+        train_alone(make, ckpt_path=path)
+
+
+class Scaled(Vocabulary):
+    """Adds what a hook has set."""
+
+    added = 0
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        row, self.calls = super().__call__(row), 0
+        return {**row, "ids": [one + self.added for one in row["ids"]]}
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.parametrize("restores", [True, False])
+def test_what_hooks_have_set_is_no_other_tokenizer(tmp_path: Path, restores: bool) -> None:
+    made: list[Scaled] = []
+
+    def encoder(words: list[str]) -> Scaled:
+        made.append(Scaled(words))
+        return made[-1]
+
+    class Model(LedgerModel):
+        def on_train_epoch_start(self) -> None:
+            made[-1].added = 10 * self.current_epoch
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["added"] = made[-1].added
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if restores:
+                made[-1].added = checkpoint["added"]
+
+    make = partial(texts, encoder=encoder)
+    run = training(Model, lambda: [StatefulDataCallback(seed=7)])
+    if restores:
+        moments = [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 0, 0)]
+        assert_goes_on_from_every_moment(tmp_path, make, moments, run, max_epochs=3)
+        return
+    path = tmp_path / "stop.ckpt"
+    stopped(path, make, run=run, epoch=1, batch=3)
+    with pytest.warns(StatefulWarning, match="added was set between two epochs in the run that wrote"):
+        run(make, ckpt_path=path)
