@@ -337,6 +337,9 @@ class _Uses(ast.NodeVisitor):
         if isinstance(called, ast.Attribute) and called.attr == "clear" and self._is_named(called.value):
             # Emptied: as one that is set anew.
             self._set.add(ast.unparse(called.value))
+        elif isinstance(called, ast.Attribute) and called.attr == "setdefault" and self._is_named(called.value):
+            # What it returns is left out.
+            self._visit_value(ast.Tuple(node.value.args))  # type: ignore[attr-defined]
         elif not self._tells(node):
             self.generic_visit(node)
 

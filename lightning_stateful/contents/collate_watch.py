@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.contents.held_state import HeldState
-from lightning_stateful.contents.read_watch import ReadWatch
+from lightning_stateful.contents.read_watch import ReadWatch, is_numbered
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import codes_in, function_in, is_users
 
@@ -141,8 +141,9 @@ class _CountWatch(ReadWatch):
         if not self.is_over:
             now = self._snapshot()
             found = self._look(self._held, now)
-            # A dict that only gets items is a cache.
-            counted = [name for name in found if isinstance(now[name], dict) and name in self._changes]
+            # A dict that only gets items is a cache, unless they are numbered.
+            dicts = [name for name in found if isinstance(now[name], dict)]
+            counted = [name for name in dicts if name in self._changes or is_numbered(now[name])]
             self._end_look([name for name in found if self._is_moved(now[name])] + counted)
 
 

@@ -39,6 +39,8 @@ T = TypeVar("T")
 # Batches after which nothing is looked at any more, and the changes by which one carries something over: of a
 # container, and of what code counts up or moves on.
 _NUM_LOOKS, _LEAST_CHANGES, _LEAST_COUNTED = 6, 4, 2
+# Items of a dict that are numbered by more than chance.
+_LEAST_NUMBERED = 4
 # Batches of a stream after which nothing is looked at any more.
 _MOST_BATCHES = 2048
 _MOST_HOLDERS, _MOST_ITEMS, _MOST_COLUMNS = 256, 2048, 16
@@ -186,8 +188,9 @@ class ReadWatch:
         if self._grown[name] != _LEAST_COUNTED:
             return False
         used = _uses(self._dataset, name)
+        grows = used.grows or is_numbered(value)
         # Of a list, an item by its key is one that is kept; in a set or a dict, a key says what was read.
-        return used.grows and (used.uses_all if isinstance(value, list) else used.uses)
+        return grows and (used.uses_all if isinstance(value, list) else used.uses)
 
     def _warn(self, names: list[_Name]) -> None:
         self._is_over = True
@@ -266,6 +269,15 @@ class StreamWatch(ReadWatch):
             return False
         used = _uses(self._dataset, name)
         return used.uses and (used.carries or "[" in name.attribute)
+
+
+def is_numbered(value: Any) -> bool:
+    """Whether the items of a dict are numbered in their order, as new words of a vocabulary are."""
+    if not isinstance(value, dict) or len(value) < _LEAST_NUMBERED:
+        return False
+    numbers = [*value.values()]
+    is_named = not any(isinstance(key, (int, float)) for key in value)
+    return is_named and {*map(type, numbers)} == {int} and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
 
 
 def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:

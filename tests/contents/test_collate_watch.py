@@ -80,6 +80,13 @@ def packs_in_closure() -> Any:
     return collate
 
 
+WORDS: dict[Any, int] = {}
+
+
+def numbers_words(samples: Any) -> Any:
+    return [WORDS.setdefault((token, len(sample)), len(WORDS)) for sample in samples for token in sample]
+
+
 class Harmless:
     """Counts, caches, keeps what it has seen, writes into memory of its own, and looks at a dataset's cache."""
 
@@ -230,8 +237,9 @@ class CountsBatches(Caching):
         (TakesTurns().by_number, "TakesTurns changes 'turn'"),
         (TakesTurns().by_flag, "TakesTurns changes 'is_short'"),
         (TakesTurns().by_dict, "TakesTurns changes 'counts'"),
+        (numbers_words, "numbers_words changes 'WORDS'"),
     ],
-    ids=["count", "iterator", "closure", "global", "of the dataset", "turns", "flag", "dict"],
+    ids=["count", "iterator", "closure", "global", "of the dataset", "turns", "flag", "dict", "words"],
 )
 def test_a_count_that_decides_what_a_batch_is_is_warned_of_once_by_name(collate: Any, name: str) -> None:
     (warning,) = read(collate)

@@ -9,7 +9,7 @@ import multiprocessing
 import random
 import sys
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,27 @@ def counts_in_closure() -> Any:
 def by_reads(dataset: Any, index: int) -> int:
     dataset.reads += 1
     return index + (100 if dataset.reads > 30 else 0)
+
+
+class Words(Remembers):
+    """Numbers words as they come."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__(read, words=[], number={}, made=defaultdict(lambda: len(self.made)))
+
+    def number_of(self, word: str) -> int:
+        if word not in self.number:
+            self.number[word] = len(self.words)
+            self.words.append(word)
+        return int(self.number[word])
+
+
+def words_in_order(dataset: Any, index: int) -> Any:
+    return [dataset.number_of(word) for word in (f"w{index}", f"w{index % 5}")]
+
+
+def words_by_default(dataset: Any, index: int) -> Any:
+    return [dataset.made[word] for word in (f"w{index}", f"w{index % 5}")]
 
 
 def takes(dataset: Any, index: int) -> Any:
@@ -441,6 +462,8 @@ REMEMBERING = {
     "count in a module": (lambda: Remembers(counts_in_module), "counts_in_module changes 'COUNTS'"),
     "count in a closure": (lambda: Remembers(counts_in_closure()), "counts_in_closure.<locals>.read changes 'c"),
     "queue": (lambda: StackDataset(Queue(len, held=deque(maxlen=8))), "Queue changes 'held'"),
+    "words in their order": (lambda: Words(words_in_order), "Words changes 'number' whenever"),
+    "words by a default": (lambda: Words(words_by_default), "Words changes 'made' whenever"),
     "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "Remembers changes 'held'"),
 }
 
