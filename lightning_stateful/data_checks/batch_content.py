@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch, show_batch
@@ -20,18 +17,19 @@ from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.data_checks.odd_datasets import find_trained
+from lightning_stateful.data_checks.settings_of_rank import SettingsOfRank
 from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
-from lightning_stateful.errors import Difference, StateError, StatefulWarning, StateMismatchError
+from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.description import warn_unless_restored
 from lightning_stateful.loaders.own_iteration import OwnTracker
 from lightning_stateful.loaders.patching import AnyLoader, map_style
-from lightning_stateful.loaders.planned_batches import ChosenBatch
+from lightning_stateful.loaders.planned_batches import ChosenBatch, plain_indices
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_now
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.samplers.fingerprint import hex_digest
-from lightning_stateful.samplers.state_codec import from_plain, to_plain
+from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.state import differences, is_accepted, walk
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -39,8 +37,6 @@ from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 _NOTED_EVERY = 100
 # Names of changes that decide which samples there are.
 _OF_SAMPLES = (PATH, "dataset.indices", "dataset.of.")
-# Characters of the indices of a batch that are kept.
-_MOST_CHARACTERS = 2**15
 
 
 class BatchContent:
@@ -57,6 +53,7 @@ class BatchContent:
 
     Attributes:
         settings: Attributes of the datasets that hooks set.
+        of_rank: What hooks set on the data of this rank alone.
         streams: The first batches of passes over streams.
     """
 
@@ -72,8 +69,10 @@ class BatchContent:
         self._at_begin: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._loaders}
         self.latest: dict[str, dict[str, Any]] = {}
+        self._is_first = trainer.is_global_zero
         self._build = builder_of(trainer)
         self.settings = DatasetSettings(self._loaders, self._build)
+        self.of_rank = SettingsOfRank(self._loaders, self.settings)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -92,7 +91,7 @@ class BatchContent:
     def note_begin(self, path: str) -> None:
         """A pass over a loader begins."""
         self.settings.note_begin(path)
-        if path in self._loaders:
+        if path in self._loaders and self._is_first:
             self._at_begin[path] = _settings_of(self._loaders[path])
 
     def note(self, path: str, plan: EpochPlan, step: int, batch: Any, at: Callable[[], tuple[int, int]]) -> None:
@@ -106,16 +105,19 @@ class BatchContent:
             at: Gives its epoch and number, for people.
         """
         self.settings.note_read(path)
+        if not self._is_first:
+            return
         before = self._at_begin.pop(path, None)
         if before is not None and not (_has_sampler(self._loaders[path]) or _has_iteration(self._loaders[path])):
             # The index in hand, say. A sampler, or a loader, may have set what samples follow from.
             self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
-        self.streams.note(path, batch)
+        if not step:
+            self.streams.note(path, batch)
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
         plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
-        kept = _kept_indices(loader.indices) if _has_sampler(loader) else []
+        kept = plain_indices(loader.indices) if _has_sampler(loader) else []
         if kept is None:
             self.latest.pop(path, None)
             return
@@ -175,7 +177,7 @@ class BatchContent:
             to compare.
         """
         content, (state, present) = saved.get("content"), states
-        self.settings.expect(saved.get("dataset_settings", {}), is_within_epoch=epoch >= 0)
+        self.of_rank.expect(trainer, saved, is_within_epoch=epoch >= 0)
         if state is None:
             return None
         is_changed = bool(differences(state, present(), fingerprints=False))
@@ -263,6 +265,8 @@ class BatchContent:
         """
         found: list[Difference] = []
         self._is_over = False
+        if states is not None:
+            self.of_rank.compare(trainer.global_rank, states, self._warn_of_left)
         if trainer.is_global_zero and states is not None:
             for path, loader in self._loaders.items():
                 now = loader.changed()
@@ -391,25 +395,6 @@ def _hands_on(loader: StatefulLoader) -> bool:
     """Whether a loader gives the batches that DataLoader reads, as one with an ``__iter__`` of its own may not."""
     watch = loader.tracker.watch if isinstance(loader.tracker, OwnTracker) else None
     return watch is None or (watch.is_known and not watch.differs)
-
-
-def _kept_indices(indices: Any) -> list[Any] | None:
-    """The indices of a batch as a state has them, and whether they are items of a list; None for others, or too many.
-
-    Numbers of NumPy and tensors take a thousandth of the space in an array.
-    """
-    if indices is None:
-        return None
-    is_listed = type(indices) is list
-    if len(kinds := {*map(type, indices)} if is_listed else ()) == 1:
-        kind = next(iter(kinds))
-        with suppress(Exception):
-            indices = torch.stack(indices) if kind is torch.Tensor else indices
-            indices = np.array(indices) if issubclass(kind, np.generic) else indices
-    with suppress(StateError):
-        plain = to_plain(indices)
-        return [plain, is_listed] if len(repr(plain)) <= _MOST_CHARACTERS else None
-    return None
 
 
 def _plan_of(loader: StatefulLoader, saved: Mapping[str, Any]) -> Any:

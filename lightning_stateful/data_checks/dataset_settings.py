@@ -6,36 +6,30 @@ reads which builds the loaders.
 
 from __future__ import annotations
 
-from collections import deque
+import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset
 
-from lightning_stateful.contents.build_values import text_of_function, values_read_by, values_samples_follow
+from lightning_stateful.contents.build_values import values_read_by, values_samples_follow
 from lightning_stateful.contents.code_uses import uses_of
-from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names, shared_numbers
+from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names
+from lightning_stateful.contents.value_texts import container_as_text, shortened, texts
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import can_be_read, is_users, names_in, reached, text_of_plain
+from lightning_stateful.generators.attributes import is_users, names_in, reached
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import reloads_every
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
+from lightning_stateful.samplers.fingerprint import hex_digest
 
-# Attributes in a checkpoint, and characters of each one's value.
-_MOST_ATTRIBUTES, _MOST_CHARACTERS = 16, 40
-# Values of a list or dict that are looked at, and bytes of an array or tensor.
-_MOST_VALUES, _MOST_BYTES = 1024, 2**22
-# Bytes of a digest.
-_SIZE = 6
+# Attributes in a checkpoint, and bytes of a digest.
+_MOST_ATTRIBUTES, _SIZE = 16, 6
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
 # Stands for a value that is missing, or has no text, as a list of tensors.
 _UNSHOWN = "something else"
@@ -85,7 +79,7 @@ class DatasetSettings:
         self.said: dict[str, set[str]] = {}
         # Likewise: names that were as built when the hooks which restore were over, and were others in a checkpoint.
         self._as_built: dict[str, set[str]] = {}
-        self._is_within_epoch = False
+        self._is_within_epoch = self._is_of_rank = False
         # The state ahead of the end of an epoch that was cut, until the next pass begins.
         self._kept_state: dict[str, dict[str, list[str]]] | None = None
         # Paths of loaders of which no pass has begun since a checkpoint was loaded, and of those that were compared.
@@ -129,13 +123,17 @@ class DatasetSettings:
         same = {name for name in now.keys() & then.keys() if now[name][0] is then[name][0]}
         return {name for name in names if name in same or (mine is not None and name.startswith(way))}
 
-    def expect(self, saved: Mapping[str, Mapping[str, Any]], is_within_epoch: bool) -> None:
+    def expect(
+        self, saved: Mapping[str, Mapping[str, Any]], *, is_within_epoch: bool, is_of_rank: bool = False
+    ) -> None:
         """Compare with a checkpoint when the first pass begins.
 
         Args:
             saved: The state in it.
             is_within_epoch: Whether training goes on within an epoch.
+            is_of_rank: Whether it is of this rank alone, which then warns; else rank 0 does.
         """
+        self._is_of_rank = is_of_rank
         self._expected, self._is_within_epoch = dict(saved), is_within_epoch
         self._resumed, self._compared = frozenset(self._loaders), set()
         for path in saved.keys() & self._first.keys():
@@ -227,6 +225,17 @@ class DatasetSettings:
             self.said.setdefault(path, set()).update(restored)
             self._as_built[path] = of.keys() - restored - changed_names(self._built.get(path, {}), now)
 
+    def as_of(self, first: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """The names of values that are as in a state of rank 0, and others than in one of this rank."""
+        found = []
+        for path in own.keys() & first.keys() & self._values.keys():
+            now = self._values[path]()
+            pairs = {
+                name: (latest, own[path][name][0]) for name, (latest, *_) in first[path].items() if name in own[path]
+            }
+            found += [name for name, (of_first, latest) in pairs.items() if now.get(name) == of_first != latest]
+        return found
+
     def unlike(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """The names of values that are others than in a state, or missing."""
         now = {path: self._values[path]() for path in saved.keys() & self._values.keys()}
@@ -304,13 +313,16 @@ class DatasetSettings:
                 self._warn_of_reading_ahead(path, loader, set_within)
             return
         copies = " when the workers of this epoch were started" if in_workers else ""
-        rank_zero_warn(
+        message = (
             f"{self._owner(path, wrong)} were changed in training, by a hook or as later samples were read, in the run "
             f"that wrote the checkpoint, and are others here{copies}: {'; '.join(wrong.values())}. If samples depend "
             "on them, the resume is not exact. Set them again before the first batch: in load_state_dict, "
-            "on_load_checkpoint or on_train_start.",
-            category=StatefulWarning,
+            "on_load_checkpoint or on_train_start."
         )
+        if self._is_of_rank:
+            warnings.warn(f"{message} On this rank they were not as on rank 0.", StatefulWarning, stacklevel=2)
+        else:
+            rank_zero_warn(message, category=StatefulWarning)
 
     def _warn_of_reading_ahead(self, path: str, loader: StatefulLoader, names: list[str]) -> None:
         """Warn of values that hooks set within an epoch of a loader that Lightning reads one batch ahead."""
@@ -398,16 +410,6 @@ def _texts_read_by(owner: Any, method: str) -> dict[str, str]:
     return texts(values_read_by(owner, method))
 
 
-def texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Plain values, and containers and arrays of such, as texts or digests; paths and all else are left out."""
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
-        if text := text_of_plain(value) if is_plain else _shown(value) or text_of_function(value):
-            found[name] = _shortened(text)
-    return found
-
-
 def _followed(loader: StatefulLoader, variables: Collection[str]) -> dict[str, str]:
     """Texts of what the code names that reads and collates samples, but for plain variables."""
     found: dict[str, str] = {}
@@ -430,65 +432,15 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
         owners["collate_fn."] = loader.collate_fn
     for prefix, owner in owners.items():
         state = HeldState(owner, containers=False)
-        held = {name: text for name, value in state.attributes() if (text := _shown(value))}
+        held = {name: text for name, value in state.attributes() if (text := container_as_text(value))}
         held = state.plain() | held
-        found |= {f"{prefix}{name}": _shortened(text) for name, text in held.items()}
+        found |= {f"{prefix}{name}": shortened(text) for name, text in held.items()}
     return found
-
-
-def _shown(value: Any) -> str:
-    """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
-    # What cannot be read is left alone: a container whose methods raise, an integer that is too long to be written.
-    with suppress(Exception):
-        return _text_of(value)
-    return ""
-
-
-def _text_of(value: Any) -> str:
-    for held in shared_numbers(value):
-        held = held[:_MOST_BYTES] if isinstance(held, list) else held
-        return f"{held!r}{SHARED}" if _is_plain([held]) else ""
-    if isinstance(value, torch.Tensor) and can_be_read(value) and value.device.type == "cpu":
-        value = as_array(value)
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
-            return ""
-        return f"an array {hex_digest(np.ascontiguousarray(value).tobytes(), size=_SIZE)} of {value.nbytes} bytes"
-    if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
-    if not isinstance(value, (list, tuple, dict, deque)):
-        return ""
-    # Of many values some, evenly apart.
-    items: Any = list(value.items()) if isinstance(value, dict) else value
-    some = [items[place] for place in spread(len(items), _MOST_VALUES)]
-    if not _is_plain(some):
-        return ""
-    return repr(value) if len(some) == len(items) else f"{len(items)} values, {some!r}"
-
-
-def _is_plain(values: list[Any]) -> bool:
-    """Whether values are plain, or short lists, tuples and dicts of such; of strings no paths."""
-    left, number = list(values), len(values)
-    while left and number <= 2 * _MOST_VALUES:
-        item = left.pop()
-        if isinstance(item, (list, tuple, dict, deque)):
-            number += len(item)
-            left += (item.items() if isinstance(item, dict) else item) if len(item) <= _MOST_VALUES else [object()]
-        elif not isinstance(item, (*_DEFAULTS, type(None))) or (isinstance(item, str) and "/" in item):
-            return False
-    return not left
 
 
 def _is_among(name: str, variables: Collection[str]) -> bool:
     """Whether a value is one of some variables, or held by one."""
     return any(name == one or name.startswith(f"{one}.") for one in variables)
-
-
-def _shortened(text: str) -> str:
-    short, is_shared = text.removesuffix(SHARED), text.endswith(SHARED)
-    if len(short) > _MOST_CHARACTERS:
-        short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
-    return short + SHARED * is_shared
 
 
 def _users_of(dataset: Any) -> list[Any]:

@@ -47,7 +47,7 @@ class StreamContent:
         self._is_awaiting = False
 
     def note(self, path: str, batch: Any) -> None:
-        """Digest a batch that is about to be handed over, if it is the first one of a pass."""
+        """Digest the first batch of an epoch, which is about to be handed over, if it is the first one of a pass."""
         order = self._orders.get(path)
         begun = None if order is None else order.begun_pass
         if order is None or begun is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import getitem
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -18,14 +20,17 @@ from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
-from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.errors import StateError, StatefulWarning
 from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch
+from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
+# Characters of the indices of a batch that a state has.
+_MOST_CHARACTERS = 2**15
 # A second pass within an epoch has the order of an epoch that no run gets to.
 _PASS_OF_EPOCH = 2**32
 
@@ -361,3 +366,22 @@ class ShownSampler:
 def users_sampler(sampler: Any) -> Any:
     """The user's sampler behind one that is shown in its place."""
     return vars(sampler)["_stands_for"] if type(sampler) is ShownSampler else sampler
+
+
+def plain_indices(indices: Any) -> list[Any] | None:
+    """The indices of a batch as a state has them, and whether they are items of a list; None for others, or too many.
+
+    Numbers of NumPy and tensors take a thousandth of the space in an array.
+    """
+    if indices is None:
+        return None
+    is_listed = type(indices) is list
+    if len(kinds := {*map(type, indices)} if is_listed else ()) == 1:
+        kind = next(iter(kinds))
+        with suppress(Exception):
+            indices = torch.stack(indices) if kind is torch.Tensor else indices
+            indices = np.array(indices) if issubclass(kind, np.generic) else indices
+    with suppress(StateError):
+        plain = to_plain(indices)
+        return [plain, is_listed] if len(repr(plain)) <= _MOST_CHARACTERS else None
+    return None

@@ -46,6 +46,7 @@ _FIRST_BATCH = {
     "digest": object,
     "means": [object],
 }
+_SETTINGS = {str: {str: (str, str, str)}}
 _OPTIONS = ("fx", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "sync", "rank_zero_only")
 _LOGGED = {
     **dict.fromkeys(_OPTIONS, object),
@@ -64,6 +65,7 @@ _OF_RANK = {
     "waits?": {str: [object]},
     "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
     "remembered?": {str: str},
+    "set_by_hooks?": {"settings": _SETTINGS, "changed": {str: object}},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {
@@ -108,7 +110,7 @@ _PARTS = {
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "first_batches": {str: [_FIRST_BATCH]},
-    "dataset_settings": {str: {str: (str, str, str)}},
+    "dataset_settings": _SETTINGS,
     "build": {str: str},
     "validation": {str: {str: object}},
 }

@@ -125,10 +125,15 @@ class EpochResults:
             self._by_validations.subtract(self._before_validation)
             self._before_validation = None
 
-    def state(self, trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
+    def state(self, trainer: pl.Trainer, progress: LoopProgress, set_by_hooks: Mapping[str, Any]) -> dict[str, Any]:
         """What all ranks have logged in the running epoch, and the states of objects and generators, as plain data.
 
         Rank 0 waits a while for what others show it; no process waits for it.
+
+        Args:
+            trainer: The trainer.
+            progress: Where it is.
+            set_by_hooks: What hooks have set on the data of this rank, which is kept where it is another on rank 0.
         """
         self._num_taken += 1
         if self._unread is not None:
@@ -141,6 +146,7 @@ class EpochResults:
             "buffers": self._buffers.show(trainer, progress),
             "weights": self._buffers.digest_of_weights(trainer),
             "remembered": changed(trainer, "remembered"),
+            "set_by_hooks": dict(set_by_hooks),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
@@ -156,6 +162,10 @@ class EpochResults:
             "hooks": self._buffers.hooks,
             "apart": self._buffers.apart(apart, progress),
         }
+        of_first = ranks[0].get("set_by_hooks", {}) if ranks[0] else {}
+        for part in filter(None, ranks):
+            if part.get("set_by_hooks", {}) == of_first:
+                part.pop("set_by_hooks", None)
         found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
         is_empty = all(part is not None and not any(part.values()) for part in ranks)
         return {} if is_empty and not found else {"ranks": ranks, **found}

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -190,15 +189,15 @@ class IterableOrder(StreamReader):
         """The same as it was built, and as its first pass began."""
         return self._values_built, self._values_begun
 
-    def _copied_settings(self) -> tuple[IterableConfig, Any]:
-        dataset = copied_with_shared_data(self.dataset)
-        return replace(self.settings, dataset=dataset, told=[], early=[]), deepcopy(self.loader.collate_fn)
-
     @property
     def begun_pass(self) -> int | None:
-        """As of other readers, but of the first pass alone: later ones may depend on those before."""
+        """As of other readers, but of the first pass alone: later ones may depend on those before.
+
+        None where the dataset holds random generators, which are left as they are and looked at elsewhere.
+        """
         is_seeded = self.settings.sample_seed is not None and not self.settings.gives_batches
-        return 0 if is_seeded and super().begun_pass == 0 else None
+        is_first = is_seeded and super().begun_pass == 0
+        return 0 if is_first and not HeldGenerators(dataset=self.dataset).present() else None
 
     @property
     def begins_anew(self) -> bool:

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -176,10 +175,6 @@ class StreamOrder(StreamReader):
     def values_as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
         """Digests of what its functions reach as it was built, and as the latest pass began."""
         return ({}, {}) if self._watch is None else self._watch.as_begun()
-
-    def _copied_settings(self) -> tuple[StreamConfig, Any]:
-        copies: tuple[StreamConfig, Any] = deepcopy((self.settings, self.loader.collate_fn))
-        return copies
 
     def _load(self, progress: Progress) -> None:
         super()._load(progress)

@@ -30,6 +30,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.generators.rng import keep_randomness, seed_or_default
+from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
@@ -43,6 +44,8 @@ from lightning_stateful.stream_nodes.numbered import NOTHING
 from lightning_stateful.streams.stream import Stream
 from lightning_stateful.user_loaders import copied
 
+# Seconds to wait for a batch that is read beside what is trained on, where a loader has no workers.
+_PATIENCE = 120
 # Passes without a step, one after the other, that are put up with.
 MOST_EMPTY = 4
 # Of each name, loaders in this process that have met those of other ranks.
@@ -145,10 +148,6 @@ class StreamReader(ABC):
     def values_as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
         """The same as it was built, and as the pass began that :attr:`begun_pass` names."""
 
-    @abstractmethod
-    def _copied_settings(self) -> tuple[Any, Any]:
-        """Copies of the settings and of ``collate_fn``, to read without a change of what is trained on."""
-
     @property
     def begun_pass(self) -> int | None:
         """The pass of which the latest batch is the first one; None of another batch, or where more came before it."""
@@ -159,23 +158,23 @@ class StreamReader(ABC):
         return int(begun.epoch) if begun.to_dict() == self.beginning_of(begun.epoch).to_dict() else None
 
     def read_first(self, epoch: int) -> Any:
-        """Read the first batch of a pass here, beside what is trained on.
-
-        Without workers copies of the dataset and of ``collate_fn`` are read, else those of workers that end with it.
+        """Read the first batch of a pass in a worker that ends with it, so that nothing changes here.
 
         Raises:
-            Exception: It cannot be read, or copied.
+            Exception: It cannot be read; or, without workers, the dataset cannot be copied, as with an open file, which
+                two processes would read on in turns.
         """
-        loader, settings = copied(self.loader), self.settings
+        loader = copied(self.loader)
         changes: dict[str, Any] = {"pin_memory": False, "persistent_workers": False}
         if not loader.num_workers:
-            settings, changes["collate_fn"] = self._copied_settings()
-        elif loader.worker_init_fn is None:
+            copied_with_shared_data(self.dataset)
+            changes |= {"worker_init_fn": None, "prefetch_factor": 1, "timeout": _PATIENCE}
+        if not loader.num_workers or loader.worker_init_fn is None:
             changes["num_workers"] = 1
         vars(loader).update(changes)
-        slots = SlotLoader(loader, settings, self.own_seed if self.options.seed_samples else None, is_trained_on=False)
-        ranks = self.topology
-        begun = self.state_kind.beginning(settings, epoch, ranks.num_replicas, self.num_workers)
+        seed = self.own_seed if self.options.seed_samples else None
+        slots, ranks = SlotLoader(loader, self.settings, seed, is_trained_on=False), self.topology
+        begun = self.beginning_of(epoch)
         with keep_randomness():
             deliveries = slots.read(begun.tasks(ranks.rank), seed_of_workers(begun, self.own_seed, ranks.rank))
             return next(delivery.batch for delivery in deliveries if not delivery.is_end)

@@ -209,8 +209,6 @@ class StatefulDataCallback(pl.Callback):
             return self._phase.progress.val_reload_epoch
         return self._phase.validation_epoch if isinstance(self._phase, Training) else -1
 
-    # Saving
-
     def state_dict(self) -> dict[str, Any]:
         """The loop progress, and the data's state where no data module holds it; fresh plain data.
 
@@ -226,6 +224,7 @@ class StatefulDataCallback(pl.Callback):
         tokens = self._tokens.state(loaders.combined, progress) if loaders else None
         asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state(), "validation": self._validation.state()}
         asked_for |= loaders.content.state() if loaders else {}
+        of_rank = loaders.content.of_rank.state() if loaders else {}
         asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {
             "version": VERSION,
@@ -236,7 +235,7 @@ class StatefulDataCallback(pl.Callback):
             "seeds": loaders.combined.seeds_beside(self._seed) if loaders else {},
             "progress": progress.to_dict(),
             "monitored": self._monitored(progress),
-            "results": {} if self._trainer is None else self._results.state(self._trainer, progress),
+            "results": {} if self._trainer is None else self._results.state(self._trainer, progress, of_rank),
             "data": self._data_state_at(progress) if module is None else None,
             "written": note_of_run(self._trainer, loaders.combined) if self._trainer and loaders else {},
             **{name: value for name, value in asked_for.items() if value},

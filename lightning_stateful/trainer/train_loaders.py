@@ -136,7 +136,7 @@ class TrainLoaders:
     def __init__(self, trainer: pl.Trainer, raw: Any, settings: Settings) -> None:
         self._trainer = trainer
         self._settings, self.seed, self._ledger = settings, seed_or_default(settings.seed), settings.ledger
-        self._notes_content = settings.check_content and trainer.is_global_zero
+        self._notes_content = settings.check_content
         training_step = trainer.lightning_module.training_step
         self._step_fetches = is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True)
         structure = Structure.of(raw)

@@ -18,7 +18,7 @@ from support.ranks import Ranks
 from support.runs import quiet_trainer
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -86,17 +86,71 @@ class Words(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def words(folder: Path, kind: type[Callback], steps: int, momentum: float) -> list[list[str]]:
+class Begins(Numbers):
+    """Numbers from one on that a hook sets."""
+
+    start = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__((index + self.start) % len(self))
+
+
+class BeginsElsewhere(Callback):
+    """Sets where each rank begins, and saves where rank 0 does."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.start = trainer.train_dataloader.dataset.start = 10 * (trainer.global_rank + 1)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.train_dataloader.dataset.start = self.start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["start"]
+
+
+class ByLoss(Sampler[int]):
+    def __init__(self) -> None:
+        self.losses = torch.zeros(48)
+
+    def __iter__(self) -> Any:
+        return iter(torch.argsort(self.losses, stable=True)[:24].tolist())
+
+    def __len__(self) -> int:
+        return 24
+
+
+class Mines(BeginsElsewhere):
+    """Gives each rank losses of its own, and saves those of rank 0."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.start = 1 + trainer.global_rank
+        trainer.train_dataloader.sampler.losses = torch.arange(48) * self.start % 7
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.train_dataloader.sampler.losses = torch.arange(48) * self.start % 7
+
+
+def words(
+    folder: Path, kind: type[Callback], steps: int, momentum: float, make: Any = None, options: Any = None
+) -> list[list[str]]:
     """What a run that is stopped says, and its resume, on this rank."""
+    make = make or (lambda: DataLoader(Numbers(48), batch_size=4))
     found = []
     for path in (None, folder / "x.ckpt"):
         heard, logger = Words(), logging.getLogger("lightning.pytorch")
         logger.addHandler(heard)
         logger.setLevel(logging.INFO)
-        trainer = quiet_trainer(kind(), StatefulDataCallback(seed=3), **on_ranks(), max_steps=steps + 2 * bool(path))
+        how = {**on_ranks(), "max_steps": steps + 2 * bool(path), **(options or {})}
+        trainer = quiet_trainer(kind(), StatefulDataCallback(seed=3), **how)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(Learns(momentum), DataLoader(Numbers(48), batch_size=4), ckpt_path=path)
+            trainer.fit(Learns(momentum), make(), ckpt_path=path)
             if path is None:
                 trainer.save_checkpoint(folder / "x.ckpt")
                 dist.barrier()
@@ -131,3 +185,29 @@ def test_a_rank_that_gets_what_rank_0_saved_says_so(ranks: Ranks) -> None:
     assert not named[0]
     (said,) = named[1]
     assert "data module of rank 1 that" in said
+
+
+def of_dataset() -> Any:
+    return DataLoader(Begins(48), batch_size=4)
+
+
+def of_sampler() -> Any:
+    return DataLoader(Numbers(48), batch_size=4, sampler=ByLoss())
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "steps", "options", "expected"),
+    [
+        (BeginsElsewhere, of_dataset, 8, {}, "start"),
+        (Mines, of_sampler, 12, {"use_distributed_sampler": False, "max_epochs": 3}, "what the sampler yields"),
+    ],
+)
+def test_data_that_hooks_set_apart_are_warned_of_on_the_rank_that_gets_those_of_rank_0(
+    ranks: Ranks, kind: Any, make: Any, steps: int, options: Any, expected: str
+) -> None:
+    of_ranks = ranks.of(words, kind, steps, 0.0, make, options)
+    (_, of_first), (_, of_second) = of_ranks
+    words_of_rank = "Rank 1 has what a hook had set on rank 0"
+    assert not [one for one in of_first if words_of_rank in one]
+    (said,) = [one for one in of_second if words_of_rank in one]
+    assert expected in said

@@ -1,0 +1,99 @@
+"""Compares what hooks had set on the data of one rank, where it was not as on rank 0, which writes checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_stateful.data_checks.dataset_settings import DatasetSettings
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loops.lightning import pl
+
+# Of a sampler, the change in what it yields.
+_SEQUENCE = "sequence"
+
+
+class SettingsOfRank:
+    """What hooks have set on the data and samplers of this rank.
+
+    Ranks show it to rank 0 with what they have logged. On a resume a rank that had other values of its own compares
+    with those; callbacks and modules restore what they have saved on rank 0.
+
+    Args:
+        loaders: The map-style loaders, by path.
+        settings: What hooks set on their datasets.
+
+    State:
+        ``settings``: that of :class:`DatasetSettings`; ``changed``: by path, what has changed of data and samplers.
+    """
+
+    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings) -> None:
+        self._loaders, self._settings = loaders, settings
+        # What a checkpoint has of this rank, and of rank 0; empty where both are the same.
+        self._own: Mapping[str, Any] = {}
+        self._of_first: Mapping[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """See above; empty where nothing was set."""
+        changed = {path: loader.changed() for path, loader in self._loaders.items()}
+        found = {"settings": self._settings.state(), "changed": {path: of for path, of in changed.items() if of}}
+        return found if any(found.values()) else {}
+
+    def expect(self, trainer: pl.Trainer, saved: Mapping[str, Any], *, is_within_epoch: bool) -> None:
+        """Compare with a checkpoint.
+
+        Args:
+            trainer: The trainer.
+            saved: The callback's state in it.
+            is_within_epoch: Whether training goes on within an epoch.
+        """
+        parts, rank = saved.get("results", {}).get("ranks", []), trainer.global_rank
+        part = parts[rank] if rank and len(parts) == trainer.world_size else None
+        self._own, self._of_first = (part or {}).get("set_by_hooks", {}), saved.get("dataset_settings", {})
+        settings = self._own["settings"] if self._own else self._of_first
+        self._settings.expect(settings, is_within_epoch=is_within_epoch, is_of_rank=bool(self._own))
+
+    def compare(
+        self,
+        rank: int,
+        states: Mapping[str, Mapping[str, Any]],
+        warn_of_left: Callable[[str, Mapping[str, Any], Mapping[str, Any], bool], None],
+    ) -> None:
+        """Compare what this rank had of its own.
+
+        Args:
+            rank: The rank.
+            states: By path, the states of the loaders in the checkpoint, which are those of rank 0.
+            warn_of_left: Warns of what is as it was built; takes path, state, present changes, and False.
+
+        Warns:
+            StatefulWarning: Data or samplers are as they were built, or as on rank 0, and were others.
+        """
+        if not self._own:
+            return
+        names = set(self._settings.as_of(self._of_first, self._own["settings"]))
+        for path in self._own["changed"].keys() & states.keys() & self._loaders.keys():
+            own, now = self._own["changed"][path], self._loaders[path].changed()
+            warn_of_left(path, {**states[path], "changed": own}, now, False)
+            of_first, of_rank, present = map(_without_rank, (states[path].get("changed", {}), own, now))
+            same = {name for name, value in present.items() if value == of_first.get(name) != of_rank.get(name)}
+            names |= {"what the sampler yields" if name == _SEQUENCE else name for name in same}
+        if names:
+            warnings.warn(
+                f"Rank {rank} has what a hook had set on rank 0 when the checkpoint was written, and had another value "
+                f"of its own then: {', '.join(sorted(names))}. A checkpoint has what callbacks and modules of rank 0 "
+                "save, so the resume is not exact. Save the values of all ranks (all_gather), and let each restore its "
+                "own; or let them be the same on all ranks.",
+                StatefulWarning,
+                stacklevel=2,
+            )
+
+
+def _without_rank(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes, of which that in what a sampler yields may begin with the rank."""
+    found = dict(changed)
+    if _SEQUENCE in found:
+        found[_SEQUENCE] = str(found[_SEQUENCE]).rpartition(" ")[2]
+    return found
