@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -247,12 +248,40 @@ def without_repeats(loader: Any) -> Any:
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
     vars(plain).update({key: value for key, value in held.items() if key not in kept}, _iterator=None)
     vars(plain).update({name: repeated.sampler, "persistent_workers": loader.num_workers > 0})
-    vars(plain)[_RESTARTS] = _restarting(type(loader), kept[0])
+    vars(plain)[_KEPT] = KeptIterator(loader, kept[0])
     return plain
 
 
-# Where such a loader has the names of methods that start workers anew.
-_RESTARTS = "_restarts_workers"
+# Where a plain loader knows the iterator that the user's keeps.
+_KEPT = "_kept_iterator"
+
+
+class KeptIterator:
+    """The iterator that a user's loader keeps, of which a copy in another process knows nothing.
+
+    Args:
+        loader: The loader.
+        name: The attribute that holds the iterator.
+
+    Attributes:
+        methods: Names of methods that put another one in its place, so that its workers end.
+    """
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.methods, self._name = _restarting(type(loader), name), name
+        self._loader: Any = loader
+        self._latest = weakref.ref(vars(loader)[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"methods": self.methods, "_name": self._name, "_loader": None, "_latest": None}
+
+    def is_replaced(self) -> bool:
+        """Whether the loader has another one than when this was asked last."""
+        now = None if self._loader is None else vars(self._loader).get(self._name)
+        if now is None or now is self._latest():
+            return False
+        self._latest = weakref.ref(now)
+        return True
 
 
 class WorkerRestarts:
@@ -267,7 +296,8 @@ class WorkerRestarts:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.names: frozenset[str] = getattr(users_loader(loader), "__dict__", {}).get(_RESTARTS, frozenset())
+        self._kept: KeptIterator | None = getattr(users_loader(loader), "__dict__", {}).get(_KEPT)
+        self.names: frozenset[str] = self._kept.methods if self._kept else frozenset()
         self._is_asked = False
         self.note: Callable[[], object] = bool
 
@@ -277,10 +307,15 @@ class WorkerRestarts:
 
     def is_due(self) -> bool:
         """Whether a hook has asked since this was called last."""
-        is_asked, self._is_asked = self._is_asked, False
+        is_asked, self._is_asked = self._has_asked(), False
         if is_asked:
             self.note()
         return is_asked
+
+    def _has_asked(self) -> bool:
+        # By a method of the trainer's loader, or of the user's object.
+        self._is_asked = self._is_asked or (self._kept is not None and self._kept.is_replaced())
+        return self._is_asked
 
     def around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterable[Any]:
         """Batches of a pass.
@@ -289,7 +324,7 @@ class WorkerRestarts:
             read: The batches as they are read now.
             again: Called with the number of batches that were given; gives those that are left, by other workers.
         """
-        return self._around(read, again) if self.names else read
+        return self._around(read, again) if self._kept is not None else read
 
     def _around(self, read: Iterable[Any], again: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
         number = 0
@@ -299,7 +334,7 @@ class WorkerRestarts:
             for batch in read:
                 number += 1
                 yield batch
-                if self._is_asked:
+                if self._has_asked():
                     break
             else:
                 return

@@ -401,15 +401,15 @@ class Marked(Numbers):
 class Marks(pl.Callback):
     """Sets the mark at a moment, and lets the loader start its workers anew."""
 
-    def __init__(self, hook: str, epoch: int) -> None:
-        self.epoch, self.is_over = epoch, False
+    def __init__(self, hook: str, epoch: int, loader: Any = None) -> None:
+        self.epoch, self.loader, self.is_over = epoch, loader, False
         setattr(self, hook, self.mark)
 
     def mark(self, trainer: Any, *args: Any) -> None:
         if trainer.current_epoch == self.epoch and not self.is_over:
             self.is_over = True
             trainer.train_dataloader.dataset.mark = 1.0
-            trainer.train_dataloader.reset()
+            (self.loader or trainer.train_dataloader).reset()
 
 
 class Sees(LedgerModel):
@@ -425,16 +425,17 @@ class Sees(LedgerModel):
 
 
 @pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "is_users"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
     ("hook", "epoch", "before"),
     [("on_train_epoch_start", 0, 0), ("on_train_batch_end", 0, 1), ("on_train_epoch_start", 1, 3)],
 )
 def test_a_loader_that_keeps_its_workers_starts_them_anew_where_a_hook_asks_it_to(
-    hook: str, epoch: int, before: int, workers: int
+    hook: str, epoch: int, before: int, workers: int, is_users: bool
 ) -> None:
     model, loader = Sees(), own.Infinite(Marked(6), 2, num_workers=workers)
-    train_alone(lambda: loader, model=model, callbacks=[Marks(hook, epoch)], max_epochs=2)
+    marks = Marks(hook, epoch, loader if is_users else None)
+    train_alone(lambda: loader, model=model, callbacks=[marks], max_epochs=2)
     assert model.marks == [0.0] * before + [1.0] * (6 - before)
     assert over_epoch(model, 0) == over_epoch(model, 1) == list(range(6))
 
