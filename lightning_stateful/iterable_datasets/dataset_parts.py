@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,10 +44,30 @@ _MOST_DATASETS, _MOST_ATTRIBUTES, _MOST_SHOWN, _MOST_BYTES = 8, 64, 32, 2**12
 _MOST_NESTED = 2
 
 
+class ReadTogether(NamedTuple):
+    """A dataset with the ``collate_fn`` of its loader, to be looked at as one.
+
+    Attributes:
+        dataset: The dataset.
+        collate_fn: An object of the user's that collates, or whose method does.
+    """
+
+    dataset: Any
+    collate_fn: Any
+
+    @classmethod
+    def by(cls, loader: DataLoader[Any], dataset: Any) -> Any:
+        """What a loader reads with; the dataset alone where no object of the user's collates."""
+        collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+        is_left_out = is_lightnings(collate) or isinstance(collate, (FunctionType, torch.nn.Module, DataLoader))
+        is_object = is_users(type(collate).__module__) and not is_left_out and collate is not dataset
+        return cls(dataset, collate) if is_object else dataset
+
+
 def parts_of(dataset: Any) -> list[Any]:
     """A dataset, the datasets in it, and what loaders that these hold read with, each once."""
-    parts: dict[int, Any] = {id(dataset): dataset}
-    left = [dataset]
+    left = [*dataset] if isinstance(dataset, ReadTogether) else [dataset]
+    parts: dict[int, Any] = {id(one): one for one in left}
     for part in left:
         for held in SamplerParts(part).shared:
             found = _parts_of_loader(held) if isinstance(held, DataLoader) else [held]

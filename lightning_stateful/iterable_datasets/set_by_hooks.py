@@ -20,6 +20,7 @@ from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import (
     HeldValues,
+    ReadTogether,
     attributes_in,
     digests_of,
     parts_of,
@@ -43,7 +44,7 @@ class SetBetweenPasses:
     elsewhere.
 
     Args:
-        dataset: The dataset, as it is in this process.
+        dataset: The dataset, as it is in this process, perhaps :class:`ReadTogether` with what collates.
         in_workers: Whether workers read copies of it, so that no pass changes it here.
         looks_at: Whether to look at a value; by default at all.
         values: Digests of what to compare in its place, by name, the same in every process: of a stream of shards,
@@ -239,7 +240,7 @@ class SetBetweenPasses:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
         if self._values is not None:
             return True
-        is_kept = has_state(self._dataset) and not self._in_workers
+        is_kept = _has_state(self._dataset) and not self._in_workers
         return not is_kept and uses_any_of(self._dataset, [name])
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
@@ -396,7 +397,7 @@ class SetWithinPass:
     def _note_held(self) -> None:
         self._left = HeldValues(self._dataset) if self._left is None else self._left
         # Before the first batches a resume knows no state of the dataset's own.
-        self._left.note(in_long=self._num_read <= _LOOKS_AT and has_state(self._dataset))
+        self._left.note(in_long=self._num_read <= _LOOKS_AT and _has_state(self._dataset))
 
     def note_end(self) -> None:
         """A pass has ended: what is set from here on is set between two passes."""
@@ -441,7 +442,7 @@ class SetWithinPass:
             lost = sorted(unset | known)
         ahead = sorted({*expected["ahead"]} - {*lost})
         kept = sorted(within.keys() - {*lost, *ahead})
-        if kept and expected["is_within"] and not has_state(self._dataset):
+        if kept and expected["is_within"] and not _has_state(self._dataset):
             _log.info(
                 f"{', '.join(kept)} was set within the epoch that goes on, and is the same here. What came before was "
                 "read again with that: if it decides which samples come, the resume is not exact. Set it between two "
@@ -461,6 +462,10 @@ class SetWithinPass:
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
             )
+
+
+def _has_state(dataset: Any) -> bool:
+    return has_state(dataset.dataset if isinstance(dataset, ReadTogether) else dataset)
 
 
 def _shared_in(dataset: Any) -> Iterator[tuple[str, Any]]:

@@ -222,10 +222,16 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
     for path, loader in combined.loaders.items():
         skipping = loader.tracker.skipping
         notes = [] if skipping is None else skipping.notes()
-        if combined.mode == "min_size" and len(combined.loaders) > 1 and loader.goes_on_behind_limit:
+        may_end_early = combined.mode == "min_size" and len(combined.loaders) > 1
+        if may_end_early and loader.goes_on_behind_limit:
             notes += [
                 "Where a shorter loader ends an epoch, as in the mode min_size, the next epoch of this one goes on "
                 "there; Lightning alone begins its data anew."
+            ]
+        elif may_end_early and trainer.world_size > 1 and not (loader.is_sized or loader.num_workers):
+            notes += [
+                "It is read a batch further than by Lightning alone, as ranks tell each other whether they have one: "
+                "where a shorter loader ends an epoch, a source that goes on at the next iter() loses that batch."
             ]
         if notes:
             where = f"Training data {path!r}" if path else "Training data"

@@ -16,7 +16,12 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.held_generators import HeldGenerators
-from lightning_stateful.iterable_datasets.dataset_parts import digest_of_dataset, digests_as_built, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import (
+    ReadTogether,
+    digest_of_dataset,
+    digests_as_built,
+    parts_of,
+)
 from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 from lightning_stateful.iterable_datasets.iterable_state import IterableState, says_how_ranks_draw
 from lightning_stateful.iterable_datasets.iterable_task import is_told
@@ -102,12 +107,14 @@ class IterableOrder(StreamReader):
         # But for what lies in shared memory.
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0}
         how = {"in_workers": False, "looks_at": is_in_shared_memory} if self._shares_workers else how
-        self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
+        together = ReadTogether.by(loader, self.dataset)
+        self._watch = SetBetweenPasses(together, **how) if is_watched else None
         is_compared = is_watched and (has_state(self.dataset) or not loader.num_workers)
-        built = digests_as_built(self.dataset) if is_compared else {}
-        self.settings = replace(self.settings, built=built if has_state(self.dataset) else {})
+        of_dataset = digests_as_built(self.dataset) if is_compared and has_state(self.dataset) else {}
+        self.settings = replace(self.settings, built=of_dataset)
         # What is set within a pass does not reach workers.
-        self._within = SetWithinPass(self.dataset, built) if is_watched and not loader.num_workers else None
+        is_here = is_watched and not loader.num_workers
+        self._within = SetWithinPass(together, digests_as_built(together)) if is_here else None
         # Of workers that end with the epoch, each draws from a copy of what it holds here.
         is_copied = is_watched and not self.settings.stays and not has_state(self.dataset)
         self._copied = KeptGenerators(parts_of(self.dataset)) if is_copied else None

@@ -511,3 +511,59 @@ def test_what_a_hook_sets_within_an_epoch_for_functions_of_a_stream_is_in_the_lo
     caplog.set_level("INFO", logger="lightning.pytorch")
     fit(tmp_path, "on_train_batch_end", kind=ByObject, is_beside=False)
     assert [text for text in caplog.messages if "Shift.level was changed within an epoch" in text], caplog.messages
+
+
+class Shortens:
+    """Collates the first numbers of each sample, as a warmup of lengths does."""
+
+    length = 2
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        return torch.tensor([[number / 100] * self.length for number in samples])
+
+
+class Lengthens(pl.Callback):
+    """Sets the length by the epoch, or within it, and as training starts where it restores."""
+
+    def __init__(self, collate: Shortens, *, is_within: bool, restores: bool) -> None:
+        self.collate, self.is_within, self.restores = collate, is_within, restores
+
+    def set(self, trainer: pl.Trainer) -> None:
+        self.collate.length = 2 + (trainer.global_step // 4 if self.is_within else trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.is_within:
+            self.set(trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.is_within:
+            self.set(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.restores:
+            self.set(trainer)
+
+
+class Learns(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.layer(batch.mean(1, keepdim=True).repeat(1, 32)).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*was changed between two epochs", "ignore:.*were read again")
+@pytest.mark.parametrize(("is_within", "restores"), [(False, False), (False, True), (True, True)])
+def test_what_a_hook_sets_on_a_collate_fn_is_compared_too(tmp_path: Path, is_within: bool, restores: bool) -> None:
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    def fit(*callbacks: Any, **options: Any) -> None:
+        collate = Shortens()
+        lengthens = Lengthens(collate, is_within=is_within, restores=restores)
+        how: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 2}
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), lengthens, *callbacks, **how)
+        trainer.fit(Learns(), DataLoader(Scaled(), batch_size=4, collate_fn=collate), **options)
+
+    fit(Saves())
+    with pytest.warns(StatefulWarning, match=r"Shortens\.length was set (within the epoch|between two epochs) in the"):
+        fit(ckpt_path=tmp_path / "x.ckpt")
