@@ -109,6 +109,26 @@ def is_set_anew(owner: Any, name: str, read: frozenset[str]) -> bool:
     )
 
 
+def forgets(kind: type, method: str, name: str) -> bool:
+    """Whether a method sets an attribute whenever it is called, and it and what it calls use nothing of what was in it.
+
+    Args:
+        kind: The class.
+        method: The name of the method.
+        name: The attribute.
+    """
+    held = {key: value for one in reversed(kind.__mro__) for key, value in vars(one).items()}
+    functions = {key: value for key, value in held.items() if isinstance(value, FunctionType)}
+    called = [method]
+    for one in called:
+        named = names_in(functions[one].__code__) if one in functions else ()
+        called += [key for key in named if key in functions and key not in called]
+    if method not in functions or any(name in names_in(functions[one].__code__) for one in called[1:]):
+        return False
+    function, read = functions[method], frozenset({method})
+    return is_set_anew(function, name, read) and not uses_of(function, name, read=read).carries
+
+
 def _joined(uses: list[Use]) -> Use:
     return Use(
         counts=any(use.counts for use in uses),
@@ -339,6 +359,7 @@ class _Uses(ast.NodeVisitor):
             self._set.add(ast.unparse(called.value))
         elif isinstance(called, ast.Attribute) and called.attr == "setdefault" and self._is_named(called.value):
             # What it returns is left out.
+            self.grows = self.grows or self._is_in(*node.value.args)  # type: ignore[attr-defined]
             self._visit_value(ast.Tuple(node.value.args))  # type: ignore[attr-defined]
         elif not self._tells(node):
             self.generic_visit(node)

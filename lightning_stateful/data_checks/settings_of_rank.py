@@ -75,9 +75,12 @@ class SettingsOfRank:
             return
         names = set(self._settings.as_of(self._of_first, self._own["settings"]))
         for path in self._own["changed"].keys() & states.keys() & self._loaders.keys():
-            own, now = self._own["changed"][path], self._loaders[path].changed()
-            warn_of_left(path, {**states[path], "changed": own}, now, False)
-            of_first, of_rank, present = map(_without_rank, (states[path].get("changed", {}), own, now))
+            first, own = states[path].get("changed", {}), self._own["changed"][path]
+            now = self._loaders[path].changed()
+            # Of what has changed on rank 0 too that warns.
+            alone = {name: value for name, value in own.items() if name not in first}
+            warn_of_left(path, {**states[path], "changed": alone}, now, False)
+            of_first, of_rank, present = map(_without_rank, (first, own, now))
             same = {name for name, value in present.items() if value == of_first.get(name) != of_rank.get(name)}
             names |= {"what the sampler yields" if name == _SEQUENCE else name for name in same}
         if names:

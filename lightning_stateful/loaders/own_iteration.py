@@ -19,14 +19,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from lightning_stateful import state as format_
+from lightning_stateful.contents.code_uses import forgets
 from lightning_stateful.contents.held_state import changed_names, is_handed_on, values_in
 from lightning_stateful.core.order import UNKNOWN, EpochPlan, Progress
-from lightning_stateful.errors import (
-    DamagedStateError,
-    Difference,
-    StatefulWarning,
-    StateMismatchError,
-)
+from lightning_stateful.errors import DamagedStateError, Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.generators.attributes import named_outside, places_outside
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import names_told
@@ -174,7 +170,9 @@ class Watch:
         if not is_behind_first:
             return sorted(self.kept)
         self.note_outside()
-        return sorted(self.kept | (changed_names(self._before, self._found_at_pass()) - self._told_by_others))
+        changed = changed_names(self._before, self._found_at_pass()) - self._told_by_others
+        kind = type(self._holders[0])
+        return sorted(self.kept | {name for name in changed if not forgets(kind, "__iter__", name)})
 
     def count(self, iterator: Any) -> Any:
         """Count what an iterator of torch reads from now on; the iterator."""

@@ -173,7 +173,8 @@ class StreamReader(ABC):
             changes["num_workers"] = 1
         vars(loader).update(changes)
         seed = self.own_seed if self.options.seed_samples else None
-        slots, ranks = SlotLoader(loader, self.settings, seed, is_trained_on=False), self.topology
+        how = {"is_trained_on": False, "hides_worker": not self.loader.num_workers}
+        slots, ranks = SlotLoader(loader, self.settings, seed, **how), self.topology
         begun = self.beginning_of(epoch)
         with keep_randomness():
             deliveries = slots.read(begun.tasks(ranks.rank), seed_of_workers(begun, self.own_seed, ranks.rank))

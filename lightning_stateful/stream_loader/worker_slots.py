@@ -80,6 +80,7 @@ class SlotDataset(IterableDataset[Delivery]):
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
         is_pinned: Whether torch pins what is handed over to memory.
         is_trained_on: Whether ``collate`` is looked at, and a warning says if it carries something over.
+        hides_worker: Whether the dataset sees no worker, as in the training process.
     """
 
     tasks: list[Any]
@@ -97,6 +98,7 @@ class SlotDataset(IterableDataset[Delivery]):
         *,
         is_pinned: bool = False,
         is_trained_on: bool = False,
+        hides_worker: bool = False,
     ) -> None:
         if seed is not None:
             seed = derive_seed("collate", seed) if draws_in_collation(collate) else None
@@ -105,7 +107,8 @@ class SlotDataset(IterableDataset[Delivery]):
         own["_held"] = HeldGenerators(is_repeatable=False, collate_fn=collate)
         is_watched = is_trained_on and config.is_batched and draws_in_collation(collate)
         own["_watch"] = CollateWatch(collate) if is_watched else None
-        vars(self).update(own, _config=config, _collate=collate, _dataset=dataset, _seed=seed, _is_pinned=is_pinned)
+        own |= {"_config": config, "_collate": collate, "_dataset": dataset, "_seed": seed}
+        vars(self).update(own, _is_pinned=is_pinned, _hides_worker=hides_worker)
 
     def __iter__(self) -> Iterator[Delivery]:
         return _Deliveries(self)
@@ -118,6 +121,9 @@ class SlotDataset(IterableDataset[Delivery]):
         # The number of this process, before it takes on that of its slot.
         self._process = info.id if self._process is None else self._process
         task = self.queues[self._process].get() if self.queues else self.tasks[self._process]
+        if self._hides_worker:
+            torch_worker._worker_info = None
+            return task, StateEncoder().encode_changes
         # Datasets that divide themselves see the number of the slot; in what all slots read they must not.
         is_hidden = self._config.hides_workers
         seen = {"id": 0, "num_workers": 1} if is_hidden else {"id": task.worker, "num_workers": task.num_workers}
@@ -215,15 +221,24 @@ class SlotLoader:
         config: How the stream is read.
         seed: Seeds what ``collate_fn`` draws; None to leave it.
         is_trained_on: Whether a ``collate_fn`` that carries something over is warned of.
+        hides_worker: As for :class:`SlotDataset`.
 
     Attributes:
         loader: The copy.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: Any, seed: int | None, *, is_trained_on: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        config: Any,
+        seed: int | None,
+        *,
+        is_trained_on: bool,
+        hides_worker: bool = False,
+    ) -> None:
         self._original = loader
         self._said: set[str] = set()
-        how = {"is_pinned": loader.pin_memory, "is_trained_on": is_trained_on}
+        how = {"is_pinned": loader.pin_memory, "is_trained_on": is_trained_on, "hides_worker": hides_worker}
         self._dataset = SlotDataset(config, loader.collate_fn, loader.dataset, seed, **how)
         self._generator = torch.Generator()
         # A loader of torchdata's would keep a state of its own.

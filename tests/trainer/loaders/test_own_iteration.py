@@ -286,6 +286,15 @@ def test_a_loader_that_keeps_something_from_epoch_to_epoch_resumes_in_the_first_
             build_patched(make(), accept=("iteration",)).load_state_dict(state[moment])
 
 
+def test_one_that_makes_what_it_keeps_anew_for_each_pass_resumes_anywhere(tmp_path: Path) -> None:
+    make = partial(own.KeepsIterator, Numbers(12), batch_size=2, shuffle=True)
+    moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 2)]
+    assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
+    uses = partial(own.UsesIterator, Numbers(12), batch_size=2, shuffle=True)
+    with pytest.raises(StateMismatchError, match="kept as earlier epochs have left it"):
+        build_patched(uses()).load_state_dict(states_of(build_patched(uses()), 2)[1, 0])
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
