@@ -427,9 +427,11 @@ class FirstSamples(NamedTuple):
             raise PositionError(
                 f"{where} with other samples than before the resume, so that nobody can say which of its samples "
                 "were trained on. It is read again from its beginning: give a new process the dataset as it was built, "
-                "and let no hook restore its position or a count; what it reads from, such as a replay buffer, restore "
-                "as it was when the epoch began. Better, give it state_dict and load_state_dict, or an order that "
-                "follows from set_epoch(epoch); or resume from the end of an epoch. "
+                "of the same files, vocabulary and lengths (a set of strings has another order in each process: use "
+                "sorted()). Let no hook restore its position or a count; what a hook sets by the epoch, and what it "
+                "reads from, such as a replay buffer, restore as it was when the epoch began, in load_state_dict: a "
+                "loader without length is read before on_train_start. Better, give it state_dict and load_state_dict, "
+                "or an order that follows from set_epoch(epoch); or resume from the end of an epoch. "
                 f'accept=("nondeterministic",) reads on behind as many samples.{"".join(f" {one}" for one in known)}'
             )
         if self.whole == before.whole or not is_seeded:

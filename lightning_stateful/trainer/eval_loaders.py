@@ -112,6 +112,9 @@ def _lengths(structure: Structure) -> dict[str, dict[str, Any]]:
 
 
 def _proxy(trainer: pl.Trainer, loader: Any, stage: str, path: str, settings: Settings) -> Any:
+    if isinstance(loader, (list, tuple)) and not loader:
+        # No data to evaluate on.
+        return loader
     is_iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if is_iterable and stage == "val" and trainer.state.fn == "fit" and not loader.num_workers:
         note_validation(loader.dataset)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.trainer import eval_loaders
 
 
 class Writer(BasePredictionWriter):
@@ -363,3 +364,14 @@ def test_but_where_that_is_due_it_is_refused(tmp_path: Path) -> None:
         pytest.raises(PositionError, match="was written within epoch 1, just before a validation"),
     ):
         train_alone(SharesSampler, ckpt_path=tmp_path / "stop.ckpt", **options)
+
+
+def test_no_data_to_validate_on_are_no_loader_that_is_left_to_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Validates(LedgerModel):
+        def val_dataloader(self) -> list[Any]:
+            return []
+
+    said: list[str] = []
+    monkeypatch.setattr(eval_loaders, "rank_zero_info", said.append)
+    train_alone(lambda: plain(4), model=Validates(), max_epochs=1)
+    assert said == []
