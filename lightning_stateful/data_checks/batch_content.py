@@ -77,7 +77,7 @@ class BatchContent:
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
         # and what was as built then, and was changed by hooks at the end of that epoch.
-        self._is_over = False
+        self._is_over = self._begins_epoch = False
         self._changed_first: dict[str, set[str]] | None = None
         self._changed_late: dict[str, set[str]] = {}
         # By path: the states of loaders that a checkpoint has.
@@ -186,7 +186,7 @@ class BatchContent:
             return None
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
-        self._is_over = epoch < 0
+        self._is_over = self._begins_epoch = epoch < 0
         if epoch < 0 and not is_changed and trainer.is_global_zero:
             # Once before callbacks are given what they saved, and hooks set the data for the next epoch.
             known = filter(self._loaders.__contains__, content)
@@ -359,7 +359,10 @@ class BatchContent:
         if read is None:
             return None
         once, again = map(digest_of_batch, read)
-        if once == again or is_same_batch(once, again):
+        is_alike = once == again or is_same_batch(once, again)
+        # Workers that end with an epoch forget what they remember: one that reads it first has read the same.
+        forgets = self._begins_epoch and loader.num_workers > 0 and not loader.persistent_workers
+        if is_alike or (forgets and is_same_batch(saved, once)):
             return once
         if not is_first and not loader.seed_samples:
             rank_zero_warn(

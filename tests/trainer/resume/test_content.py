@@ -263,3 +263,29 @@ def test_other_validation_data_are_warned_of(tmp_path: Path, make: Any, shown: s
         train(lambda: numbers_module(val=data), model=Plain(), ckpt_path=path)
     with pytest.warns(StatefulWarning, match=rf"the data are others.*\({shown}\)"):
         train(lambda: numbers_module(val=make(1)), model=Plain(), ckpt_path=path)
+
+
+class DrawsOnceCalled:
+    """Makes its generator when the first batch is collated, as a collator with a seed does."""
+
+    generator: Any = None
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        self.generator = self.generator or torch.Generator().manual_seed(5)
+        drawn = torch.rand(len(samples), 4, generator=self.generator)
+        return {"id": torch.stack([one["id"] for one in samples]), "x": drawn}
+
+
+@pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
+def test_workers_that_end_with_an_epoch_forget_a_generator_that_a_collate_fn_makes(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(22), batch_size=2, num_workers=1, collate_fn=DrawsOnceCalled())
+
+    path, within = tmp_path / "end.ckpt", tmp_path / "within.ckpt"
+    whole = train_alone(make, max_epochs=2)
+    stopped(path, make, "on_train_epoch_end", run=train_alone, max_epochs=2)
+    again = train_alone(make, ckpt_path=path, max_epochs=2)
+    assert all(torch.equal(value, whole.weights[name]) for name, value in again.weights.items())
+    stopped(within, make, batch=3, run=train_alone, max_epochs=2)
+    with pytest.warns(StatefulWarning, match="has another content whenever it is read"):
+        train_alone(make, ckpt_path=within, max_epochs=2)
