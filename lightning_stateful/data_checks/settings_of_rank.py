@@ -24,19 +24,22 @@ class SettingsOfRank:
     Args:
         loaders: The map-style loaders, by path.
         settings: What hooks set on their datasets.
+        num_ranks: Processes of the trainer; one alone has nothing to show.
 
     State:
         ``settings``: that of :class:`DatasetSettings`; ``changed``: by path, what has changed of data and samplers.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings) -> None:
-        self._loaders, self._settings = loaders, settings
+    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings, num_ranks: int) -> None:
+        self._loaders, self._settings, self._is_alone = loaders, settings, num_ranks == 1
         # What a checkpoint has of this rank, and of rank 0; empty where both are the same.
         self._own: Mapping[str, Any] = {}
         self._of_first: Mapping[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
         """See above; empty where nothing was set."""
+        if self._is_alone:
+            return {}
         changed = {path: loader.changed() for path, loader in self._loaders.items()}
         found = {"settings": self._settings.state(), "changed": {path: of for path, of in changed.items() if of}}
         return found if any(found.values()) else {}
