@@ -13,6 +13,7 @@ from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.state import is_accepted
 from lightning_stateful.stream_loader.order import StreamOrder
@@ -98,7 +99,7 @@ class StreamContent:
         if not trainer.is_global_zero:
             return False
         of, name = self._noted(path, notes)
-        read = of and _read(self._orders[path], of["pass"], name)
+        read = of and _read(trainer, self._orders[path], of["pass"], name)
         if of and read and not is_same_batch(of, read):
             self._early[path] = _difference(path, name, of, read)
         return not (of and read and is_same_batch(of, read))
@@ -135,7 +136,7 @@ class StreamContent:
         """The difference of a stream that is refused; others are warned of."""
         order, loader = self._orders[path], self._orders[path].loader
         of, name = self._noted(path, notes)
-        read = of and _read(order, of["pass"], name)
+        read = of and _read(trainer, order, of["pass"], name)
         if of is None or read is None:
             if path in self._early and not isinstance(order, StreamOrder):
                 # Its own state has been loaded since.
@@ -148,8 +149,8 @@ class StreamContent:
             return None
         if is_same_batch(of, read):
             return None
-        again = _read(order, of["pass"], name)
-        kind = "" if loader.num_workers else find_trained(trainer, order.dataset, loader.collate_fn)
+        again = _read(trainer, order, of["pass"], name)
+        kind = find_trained(trainer, order.dataset, loader.collate_fn)
         if again is None or not is_same_batch(read, again):
             _warn_of_unstable(name)
         elif kind:
@@ -188,10 +189,11 @@ def _is_as_begun(order: StreamReader, note: Mapping[str, Any]) -> bool:
     return is_same and known and note.items() >= _slots_of(order).items()
 
 
-def _read(order: StreamReader, epoch: int, name: str) -> dict[str, Any] | None:
+def _read(trainer: pl.Trainer, order: StreamReader, epoch: int, name: str) -> dict[str, Any] | None:
     """Describe what is read in the place of the first batch of a pass; None if it cannot be read here."""
     try:
-        return digest_of_batch(order.read_first(epoch))
+        with epoch_set_to(trainer, epoch):
+            return digest_of_batch(order.read_first(epoch))
     except Exception as error:
         rank_zero_info(f"{name} could not be read again, and was not compared with the checkpoint: {error!r}")
         return None

@@ -193,3 +193,30 @@ def test_what_hooks_have_set_is_no_other_tokenizer(tmp_path: Path, restores: boo
     stopped(path, make, run=run, epoch=1, batch=3)
     with pytest.warns(StatefulWarning, match="added was set between two epochs in the run that wrote"):
         run(make, ckpt_path=path)
+
+
+class ByTrainer(Scaled):
+    """Adds what follows from the trainer's epoch."""
+
+    trainer: Any = None
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.added = 10 * self.trainer.current_epoch
+        return super().__call__(row)
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
+def test_what_follows_from_the_trainers_epoch_is_no_other_tokenizer(tmp_path: Path, options: dict[str, Any]) -> None:
+    made: list[ByTrainer] = []
+
+    def encoder(words: list[str]) -> ByTrainer:
+        made.append(ByTrainer(words))
+        return made[-1]
+
+    class Model(LedgerModel):
+        def on_fit_start(self) -> None:
+            made[-1].trainer = self.trainer
+
+    run = training(Model, lambda: [StatefulDataCallback(seed=7)])
+    moments = [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 0, 0)]
+    assert_goes_on_from_every_moment(tmp_path, partial(texts, encoder=encoder, **options), moments, run, max_epochs=3)
