@@ -280,8 +280,12 @@ def is_numbered(value: Any) -> bool:
     return is_named and {*map(type, numbers)} == {int} and numbers == [*range(numbers[0], numbers[0] + len(numbers))]
 
 
-def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
+def moved_for_good(dataset: Any, *, is_elsewhere: bool = False) -> list[tuple[str, str, bool]]:
     """Iterators that reading samples may move on, and counts in shared memory: a second reading would, too.
+
+    Args:
+        dataset: The dataset.
+        is_elsewhere: Whether that is in another process, which has iterators of its own.
 
     Returns:
         Of each the class or function that holds it, its name, and whether the code that reads samples uses it.
@@ -291,9 +295,10 @@ def moved_for_good(dataset: Any) -> list[tuple[str, str, bool]]:
     with suppress(Exception):
         for name, value in _held(dataset):
             copied = _copied(value)
-            if isinstance(copied, _Moving) or (_is_shared(value) and copied is not value):
+            is_moving = isinstance(copied, _Moving) and not is_elsewhere
+            if is_moving or (_is_shared(value) and (is_elsewhere or copied is not value)):
                 used = _uses(dataset, name)
-                if used.counts or (used.uses and isinstance(copied, _Moving)):
+                if used.counts or (used.uses and is_moving):
                     found.append((name.holder, name.attribute, used.uses))
     return found
 

@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch, show_batch
 from lightning_stateful.contents.held_state import changed_names
+from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.patching import AnyLoader
@@ -99,7 +100,7 @@ class StreamContent:
         if not trainer.is_global_zero:
             return False
         of, name = self._noted(path, notes)
-        read = of and _read(trainer, self._orders[path], of["pass"], name)
+        read = of and _read(trainer, self._orders[path], of["pass"])
         if of and read and not is_same_batch(of, read):
             self._early[path] = _difference(path, name, of, read)
         return not (of and read and is_same_batch(of, read))
@@ -189,13 +190,29 @@ def _is_as_begun(order: StreamReader, note: Mapping[str, Any]) -> bool:
     return is_same and known and note.items() >= _slots_of(order).items()
 
 
-def _read(trainer: pl.Trainer, order: StreamReader, epoch: int, name: str) -> dict[str, Any] | None:
-    """Describe what is read in the place of the first batch of a pass; None if it cannot be read here."""
+def _read(trainer: pl.Trainer, order: StreamReader, epoch: int, name: str = "") -> dict[str, Any] | None:
+    """Describe what is read in the place of the first batch of a pass; None, with a line in the log, if it cannot be.
+
+    Args:
+        trainer: The trainer.
+        order: Reads it.
+        epoch: The pass.
+        name: What people know the batch by; empty to say nothing.
+    """
+    if moved := moved_for_good((order.dataset, order.loader.collate_fn), is_elsewhere=True):
+        holder, attribute, _ = moved[0]
+        if name:
+            rank_zero_info(
+                f"{name} was not compared with the checkpoint: to read it again would change {attribute!r} of "
+                f"{holder}, in shared memory, for good."
+            )
+        return None
     try:
         with epoch_set_to(trainer, epoch):
             return digest_of_batch(order.read_first(epoch))
     except Exception as error:
-        rank_zero_info(f"{name} could not be read again, and was not compared with the checkpoint: {error!r}")
+        if name:
+            rank_zero_info(f"{name} could not be read again, and was not compared with the checkpoint: {error!r}")
         return None
 
 

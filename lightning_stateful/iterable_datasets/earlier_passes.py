@@ -229,6 +229,22 @@ def _generators_of(dataset: Any, outside: OutsideValues) -> str:
     return digest_of_generators(*parts_of(dataset), *outside.generators())
 
 
+def refuse_open(dataset: Any) -> None:
+    """Refuse a dataset that two processes cannot read side by side, as with an open file.
+
+    Raises:
+        Exception: It cannot be copied.
+    """
+    parts = [SamplerParts(part) for part in parts_of(dataset)]
+    # What is large is not looked into.
+    large = [value for part in parts for value in (*part.long.values(), *filter(_is_array, part.found))]
+    copy.deepcopy(dataset, {id(value): value for value in large})
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, torch.Tensor))
+
+
 def copied_with_shared_data(dataset: Any) -> Any:
     """A deep copy of a dataset, which shares arrays with it that are read-only or mapped from a file.
 
@@ -236,7 +252,7 @@ def copied_with_shared_data(dataset: Any) -> Any:
         MemoryError: Other arrays and tensors in it are larger than a copy may be.
     """
     held = [value for part in parts_of(dataset) for value in SamplerParts(part).found]
-    arrays = {id(value): value for value in held if isinstance(value, (np.ndarray, torch.Tensor))}
+    arrays = {id(value): value for value in filter(_is_array, held)}
     shared = {
         key: value
         for key, value in arrays.items()

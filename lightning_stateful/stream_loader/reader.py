@@ -30,7 +30,7 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.generators.rng import keep_randomness, seed_or_default
-from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
+from lightning_stateful.iterable_datasets.earlier_passes import refuse_open
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
@@ -161,13 +161,12 @@ class StreamReader(ABC):
         """Read the first batch of a pass in a worker that ends with it, so that nothing changes here.
 
         Raises:
-            Exception: It cannot be read; or, without workers, the dataset cannot be copied, as with an open file, which
-                two processes would read on in turns.
+            Exception: It cannot be read; or two processes cannot read the dataset side by side, as with an open file.
         """
         loader = copied(self.loader)
         changes: dict[str, Any] = {"pin_memory": False, "persistent_workers": False}
+        refuse_open(self.dataset)
         if not loader.num_workers:
-            copied_with_shared_data(self.dataset)
             changes |= {"worker_init_fn": None, "prefetch_factor": 1, "timeout": _PATIENCE}
         if not loader.num_workers or loader.worker_init_fn is None:
             changes["num_workers"] = 1

@@ -50,6 +50,9 @@ def collated(samples: list[Any], encode: Callable[[Any], Any] = dict) -> dict[st
     return {"id": torch.tensor([sample["id"] for sample in samples]), "x": x + torch.rand(len(samples), 1) / 100}
 
 
+encoded = partial(collated, encode=Vocabulary(WORDS))
+
+
 def texts(words: list[str] = WORDS, *, in_collate: bool = False, encoder: Any = Vocabulary, **options: Any) -> Any:
     """A Hugging Face stream of four shards, whose words are numbered in its ``map`` or in the ``collate_fn``."""
     stream: Any = datasets.IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
@@ -106,6 +109,62 @@ class LinesWithState(Lines):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.next = state["next"]
+
+
+class Shared(Lines):
+    """Counts what it gives, over all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = torch.multiprocessing.get_context("fork").Value("i", 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in super().__iter__():
+            self.given.value += 1
+            yield row
+
+
+class SharedTensor(Shared):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = torch.zeros(3).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in Lines.__iter__(self):
+            self.given[0] += 1
+            yield row
+
+
+class Opened(Shared):
+    """Reads on in a file that it has opened, as all processes do that have the same one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.write_text("".join(f"{number:07}\n" for number in range(20000)))
+        self.file = path.open()
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(22):
+            self.given.value = int(self.file.readline())
+            yield {"id": number, "text": "low low low low"}
+
+
+@pytest.mark.parametrize("options", [{}, {**WORKERS, "num_workers": 1}], ids=["here", "worker"])
+@pytest.mark.parametrize("kind", [Shared, SharedTensor, Opened])
+def test_a_resume_reads_nothing_of_what_processes_share(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(kind(tmp_path / "rows.txt") if kind is Opened else kind())
+        return PlainData(lambda: DataLoader(made[-1], batch_size=2, collate_fn=encoded, **options))
+
+    stopped(tmp_path / "x.ckpt", make, run=train_alone, batch=4)
+    for check_content in (True, False):
+        settings = {"check_content": check_content, "accept": "nondeterministic"}
+        train_alone(make, ckpt_path=tmp_path / "x.ckpt", settings=settings)
+    *_, checked, unchecked = made
+    given = [one.given[0].item() if kind is SharedTensor else one.given.value for one in (checked, unchecked)]
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize(
