@@ -142,6 +142,15 @@ class BatchReader:
         # Around what runs code of the user's loader.
         self._sharing: Any = nullcontext() if is_plain else SharedAttributes(users, self._given_by, *(holder or ())[1:])
 
+    def reads_by(self, options: dict[str, Any]) -> bool:
+        """Whether it reads as these say; workers that persist have begun with the ``worker_init_fn`` that there was.
+
+        Lightning sets one, for ``seed_everything(workers=True)``, when it has tried ``iter()``.
+        """
+        goes_on = options["persistent_workers"] and self.loader._iterator is not None
+        begun = {"worker_init_fn": self.options["worker_init_fn"]} if goes_on else {}
+        return self.options == options | begun
+
     def keep_indices(self) -> None:
         """From the next pass on keep the indices of the batch that was given last in :attr:`indices`."""
         if self._batches.asked is None:

@@ -385,7 +385,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return self._reader_with(options_of(self)).read_twice(plan, rank)
 
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
-        if self._reader is None or self._reader.options != options:
+        if self._reader is None or not self._reader.reads_by(options):
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}

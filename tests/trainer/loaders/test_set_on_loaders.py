@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ddp_runs import on_ranks
+from support.ledger import LedgerModel, Numbers
 from support.ranks import Ranks
-from support.runs import quiet_trainer
+from support.runs import quiet_trainer, train, train_alone
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
@@ -259,3 +260,34 @@ def test_so_it_does_on_ranks_where_the_trainer_reads_the_users_object(tmp_path: 
     ):
         for plain, own in ranks.of(shifted, kind, by):
             assert own == plain, (kind, by)
+
+
+class CountsReads(Numbers):
+    """Counts what each worker reads."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return {**super().__getitem__(index), "x": torch.full((4,), float(self.count))}
+
+
+@pytest.mark.filterwarnings("ignore:.*changes 'count' whenever:lightning_stateful.errors.StatefulWarning")
+@pytest.mark.filterwarnings("ignore:.*changes 'CountsReads.count' whenever:lightning_stateful.errors.StatefulWarning")
+def test_workers_that_persist_go_on_where_lightning_is_to_seed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+
+    class Sees(LedgerModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(float(batch["x"].max()))
+            return super().training_step(batch, batch_idx)
+
+    def make() -> Any:
+        return DataLoader(CountsReads(8), batch_size=4, num_workers=1, persistent_workers=True)
+
+    found = []
+    for run in (train, train_alone):
+        seen: list[float] = []
+        run(make, model=Sees(), max_epochs=3)
+        found.append(seen)
+    assert found[0] == found[1] == [4.0, 8.0, 12.0, 16.0, 20.0, 24.0]
