@@ -266,7 +266,7 @@ class BatchContent:
         found: list[Difference] = []
         self._is_over = False
         if states is not None:
-            self.of_rank.compare(trainer.global_rank, states, self._warn_of_left)
+            self.of_rank.compare(trainer, states, self._warn_of_left)
         if trainer.is_global_zero and states is not None:
             for path, loader in self._loaders.items():
                 now = loader.changed()

@@ -225,17 +225,6 @@ class DatasetSettings:
             self.said.setdefault(path, set()).update(restored)
             self._as_built[path] = of.keys() - restored - changed_names(self._built.get(path, {}), now)
 
-    def as_of(self, first: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """The names of values that are as in a state of rank 0, and others than in one of this rank."""
-        found = []
-        for path in own.keys() & first.keys() & self._values.keys():
-            now = self._values[path]()
-            pairs = {
-                name: (latest, own[path][name][0]) for name, (latest, *_) in first[path].items() if name in own[path]
-            }
-            found += [name for name, (of_first, latest) in pairs.items() if now.get(name) == of_first != latest]
-        return found
-
     def unlike(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """The names of values that are others than in a state, or missing."""
         now = {path: self._values[path]() for path in saved.keys() & self._values.keys()}

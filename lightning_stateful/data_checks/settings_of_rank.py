@@ -10,9 +10,11 @@ from lightning_stateful.data_checks.dataset_settings import DatasetSettings
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.ranks import gathered
 
-# Of a sampler, the change in what it yields.
+# Of a sampler, the change in what it yields, and how people call it.
 _SEQUENCE = "sequence"
+_SAID = {_SEQUENCE: "what the sampler yields"}
 
 
 class SettingsOfRank:
@@ -60,38 +62,41 @@ class SettingsOfRank:
 
     def compare(
         self,
-        rank: int,
+        trainer: pl.Trainer,
         states: Mapping[str, Mapping[str, Any]],
         warn_of_left: Callable[[str, Mapping[str, Any], Mapping[str, Any], bool], None],
     ) -> None:
-        """Compare what this rank had of its own.
+        """Compare what this rank had of its own; all ranks do so together.
 
         Args:
-            rank: The rank.
+            trainer: The trainer.
             states: By path, the states of the loaders in the checkpoint, which are those of rank 0.
             warn_of_left: Warns of what is as it was built; takes path, state, present changes, and False.
 
         Warns:
-            StatefulWarning: Data or samplers are as they were built, or as on rank 0, and were others.
+            StatefulWarning: Data or samplers are as built; or are not what they were, and those of rank 0 are.
         """
-        if not self._own:
+        if trainer.world_size == 1:
             return
-        names = set(self._settings.as_of(self._of_first, self._own["settings"]))
-        for path in self._own["changed"].keys() & states.keys() & self._loaders.keys():
-            first, own = states[path].get("changed", {}), self._own["changed"][path]
-            now = self._loaders[path].changed()
-            # Of what has changed on rank 0 too that warns.
-            alone = {name: value for name, value in own.items() if name not in first}
-            warn_of_left(path, {**states[path], "changed": alone}, now, False)
-            of_first, of_rank, present = map(_without_rank, (first, own, now))
-            same = {name for name, value in present.items() if value == of_first.get(name) != of_rank.get(name)}
-            names |= {"what the sampler yields" if name == _SEQUENCE else name for name in same}
-        if names:
+        first = {path: state.get("changed", {}) for path, state in states.items()}
+        settings, changed = (self._own["settings"], self._own["changed"]) if self._own else (self._of_first, first)
+        names = {name: False for of in settings.values() for name in of}
+        names |= dict.fromkeys(self._settings.unlike(settings), True)
+        for path in changed.keys() & states.keys() & self._loaders.keys():
+            now, held = self._loaders[path].changed(), _without_rank(changed[path])
+            if self._own:
+                # Of what has changed on rank 0 too that warns.
+                alone = {name: value for name, value in changed[path].items() if name not in first[path]}
+                warn_of_left(path, {**states[path], "changed": alone}, now, False)
+            present = _without_rank(now)
+            names |= {_SAID.get(name, name): present.get(name) != value for name, value in held.items()}
+        of_first, *_ = gathered(names)
+        if lost := sorted(name for name, is_other in names.items() if is_other and of_first.get(name) is False):
             warnings.warn(
-                f"Rank {rank} has what a hook had set on rank 0 when the checkpoint was written, and had another value "
-                f"of its own then: {', '.join(sorted(names))}. A checkpoint has what callbacks and modules of rank 0 "
-                "save, so the resume is not exact. Save the values of all ranks (all_gather), and let each restore its "
-                "own; or let them be the same on all ranks.",
+                f"{', '.join(lost)} of rank {trainer.global_rank} is not what it was when the checkpoint was written, "
+                "and that of rank 0 is. A checkpoint has what callbacks and modules of rank 0 save, so the resume is "
+                "not exact where a hook restores that on all ranks. Save the values of all ranks (all_gather), and let "
+                "each restore its own; or let them be the same on all ranks.",
                 StatefulWarning,
                 stacklevel=2,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import time
 from collections.abc import Mapping
 from types import FunctionType
@@ -21,7 +22,7 @@ from lightning_stateful.generators.attributes import (
     function_in,
     is_lightnings,
 )
-from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of
+from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of, places_of_outside
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import NUM_FIRST, PassHistory, digest_of_sample
@@ -230,15 +231,26 @@ def _generators_of(dataset: Any, outside: OutsideValues) -> str:
 
 
 def refuse_open(dataset: Any) -> None:
-    """Refuse a dataset that two processes cannot read side by side, as with an open file.
+    """Refuse a dataset that two processes cannot read side by side, as one with an open file, there or in its module.
 
     Raises:
-        Exception: It cannot be copied.
+        Exception: It cannot be copied, or its code names a file, a socket or a queue outside of it, or ``os.read``.
     """
+    outside = {name: read() for name, read in places_of_outside(dataset).items()}
+    if found := [name for name, value in outside.items() if _is_open(value)]:
+        raise ValueError(f"{', '.join(found)} would be read on in two processes")
+    if any({"os", "read"} <= names_in_methods(type(part)) for part in parts_of(dataset)):
+        raise ValueError("os.read would be called in two processes")
     parts = [SamplerParts(part) for part in parts_of(dataset)]
     # What is large is not looked into.
     large = [value for part in parts for value in (*part.long.values(), *filter(_is_array, part.found))]
     copy.deepcopy(dataset, {id(value): value for value in large})
+
+
+def _is_open(value: Any) -> bool:
+    """Whether it stands at a position that processes share, or hands each thing to one of them."""
+    module = type(value).__module__.partition(".")[0]
+    return isinstance(value, io.IOBase) or module in ("socket", "_socket", "queue", "_queue", "multiprocessing", "_io")
 
 
 def _is_array(value: Any) -> bool:
