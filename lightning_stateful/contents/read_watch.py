@@ -85,6 +85,8 @@ class ReadWatch:
         keeps: Whether what the dataset keeps lasts for longer than an epoch.
     """
 
+    # What it holds is not held by what it looks at.
+    _looks_on = True
     _while, _if = "samples are read", "samples depend on it"
     _remedy = "derive it from the index and the epoch"
 

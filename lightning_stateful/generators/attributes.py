@@ -142,6 +142,8 @@ _OF_TENSORS = ("_parameters", "_buffers")
 _LEFT_OUT = (type, ModuleType, torch.Tensor, np.ndarray, Sampler, DataLoader)
 # Objects of these packages, a Trainer or a logger among them, are none of a user's own.
 _LEFT_OUT_PACKAGES = LIGHTNINGS | {"logging", "threading", "multiprocessing", "concurrent"}
+# A class of this package has it whose objects only look at others.
+_LOOKS_ON = "_looks_on"
 # Name, value, container, and key in it; a container of None cannot be looked at again cheaply.
 Part: TypeAlias = tuple[str, Any, Any, Any]
 
@@ -204,7 +206,7 @@ def reached(roots: Mapping[str, Any], looks_into: Callable[[Any], bool] = lambda
 @lru_cache(maxsize=4096)
 def _reader_of(kind: type) -> Callable[[Any], list[Part]] | None:
     """The function that reads the parts of objects of a kind; None for what is not looked into."""
-    if issubclass(kind, _LEFT_OUT) or package_of(kind) in _LEFT_OUT_PACKAGES:
+    if issubclass(kind, _LEFT_OUT) or package_of(kind) in _LEFT_OUT_PACKAGES or hasattr(kind, _LOOKS_ON):
         return None
     readers: list[tuple[tuple[type, ...], Callable[[Any], list[Part]]]] = [
         ((FunctionType,), _parts_of_function),
