@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.errors import StatefulWarning
@@ -61,6 +62,23 @@ class HeldGenerators:
     def places(self) -> set[int]:
         """The places of those that were found."""
         return {state.place for state in self._states}
+
+    def warn_of_new(self, places: set[int]) -> None:
+        """Warn, in the first worker, of generators at other places: they were made as the first sample was read.
+
+        Args:
+            places: The places that were known before.
+        """
+        kinds = {type(state.generator).__qualname__ for state in self._states if state.place not in places}
+        worker = get_worker_info()
+        if kinds and (worker is None or worker.id == 0):
+            warnings.warn(
+                f"A random generator ({', '.join(sorted(kinds))}) was made while the first sample or batch was read, "
+                "and what was drawn then follows from it as it was made: a resume within an epoch draws other numbers "
+                "there. Make it in __init__, or leave its seed out: the process's generators are seeded.",
+                StatefulWarning,
+                stacklevel=4,
+            )
 
     def begin(self) -> None:
         """Look for generators anew at the next batch."""
@@ -155,6 +173,7 @@ class HeldGenerators:
     def _read_first(self, seed: int, read: Callable[[], T]) -> T:
         """Read a batch; once more if that has shown generators to be seeded, or to be left alone."""
         self._find()
+        places = self.places
         known, states = self._found, [(state, state.get()) for state in self._found.values()]
         before = [(holder, dict(vars(holder))) for holder in self._holders]
         self._seed(seed)
@@ -173,6 +192,8 @@ class HeldGenerators:
         if self._is_repeatable and (kept or not self._found.keys() <= known.keys()):
             self._seed(seed)
             result = read()
+        elif not self._is_repeatable:
+            self.warn_of_new(places)
         self._is_first, self.is_idle = False, not self._found
         return result
 

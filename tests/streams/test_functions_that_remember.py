@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -246,3 +248,40 @@ def test_lists_that_are_set_anew_are_let_be(tmp_path: Path) -> None:
     data = rows(tmp_path).map(WorksInLists(), batched=True, batch_size=6, remove_columns=["id"])
 
     assert said(patch_dataloader(DataLoader(data, batch_size=4, collate_fn=list))) == []
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(5)
+
+    def draw(self) -> float:
+        return float(self.generator.random())
+
+
+class Noisy:
+    """Adds noise from a generator that another object holds."""
+
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+
+    def __call__(self, row: Row) -> Row:
+        return {"id": int(row["text"]), "noise": self.noise.draw()}
+
+
+def test_what_looks_at_functions_is_no_way_to_the_generators_that_they_hold(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_text("".join(f"{number}\n" for number in range(20)))
+
+    def make() -> Any:
+        rows: Any = datasets.load_dataset(
+            "text", data_files=str(path), streaming=True, split="train", cache_dir=str(tmp_path)
+        )
+        rows = rows.map(Noisy(Noise())).remove_columns("text")
+        return patch_dataloader(DataLoader(rows, batch_size=4, collate_fn=list), seed=0)
+
+    loader = make()
+    whole = [list(loader), list(loader)]
+    first, again = make(), make()
+    list(first)
+    again.load_state_dict(first.state_dict())
+    assert list(again) == whole[1]
