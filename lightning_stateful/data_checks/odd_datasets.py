@@ -22,6 +22,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
+from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.user_loaders import users_loader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -163,16 +164,25 @@ def warn_of_reading_ahead(trainer: pl.Trainer, combined: CombinedLoaders, step: 
     Warns:
         StatefulWarning: There are such data, for each loader.
     """
-    for loader in map_style(combined.loaders).values() if step else ():
-        kind = "" if loader.is_sized or loader.num_workers else find_trained(trainer, loader.dataset, loader.collate_fn)
-        if kind:
+    for loader in combined.loaders.values() if step else ():
+        stream = loader.order.dataset if isinstance(loader, StreamLoader) else None
+        dataset = loader.dataset if stream is None else stream
+        kind = "" if loader.is_sized or loader.num_workers else find_trained(trainer, dataset, loader.collate_fn)
+        if kind and (stream is None or _names_step(stream, loader.collate_fn)):
             rank_zero_warn(
-                f"The dataset, a {type(loader.dataset).__qualname__}, holds a {kind}, and Lightning reads its loader "
-                "one batch ahead, for want of a length: the first batch of a resume is read where training stands now, "
-                "and was read one step before. If samples depend on global_step or on weights, the resume is not "
-                "exact. Give the sampler a __len__.",
+                f"The dataset, a {type(dataset).__qualname__}, or its collate_fn holds a {kind}, and Lightning reads "
+                "its loader one batch ahead, for want of a length: the first batch of a resume is read where training "
+                "stands now, and was read before. If samples depend on global_step or on weights, the resume is not "
+                "exact. Give the sampler, or the dataset, a __len__.",
                 category=StatefulWarning,
             )
+
+
+def _names_step(*objects: Any) -> bool:
+    """Whether code that some objects reach names ``global_step``; of a stream weights show in its first batch."""
+    places = reached({str(number): one for number, one in enumerate(objects)}, _may_depend)
+    functions = (place.value for place in places if isinstance(place.value, FunctionType))
+    return any("global_step" in names_in(one.__code__) for one in functions)
 
 
 def find_trainer(dataset: Any) -> pl.Trainer | pl.LightningModule | None:

@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 from support.ledger import LedgerModel, batches
-from support.runs import assert_goes_on_from_every_moment, stopped, train_alone, training
+from support.runs import assert_goes_on_from_every_moment, quiet_trainer, stopped, train_alone, training
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -281,3 +281,25 @@ def test_what_follows_from_the_trainers_epoch_is_no_other_tokenizer(tmp_path: Pa
     run = training(Model, lambda: [StatefulDataCallback(seed=7)])
     moments = [("on_train_batch_end", 1, 4), ("on_train_epoch_end", 0, 0)]
     assert_goes_on_from_every_moment(tmp_path, partial(texts, encoder=encoder, **options), moments, run, max_epochs=3)
+
+
+class ByStep(LedgerModel):
+    """Collates by the step at which it is."""
+
+    def collate(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = encoded(samples)
+        return {**batch, "x": batch["x"] + self.trainer.global_step}
+
+
+@pytest.mark.parametrize("is_shards", [False, True])
+def test_a_collate_fn_that_goes_by_the_step_is_warned_of_on_a_resume(tmp_path: Path, is_shards: bool) -> None:
+    def fit(path: Path | None, max_steps: int) -> Any:
+        model = ByStep()
+        data = datasets.IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1]}) if is_shards else Lines()
+        trainer = quiet_trainer(StatefulDataCallback(seed=7), max_steps=max_steps, limit_val_batches=0)
+        trainer.fit(model, DataLoader(data, batch_size=2, collate_fn=model.collate), ckpt_path=path)
+        return trainer
+
+    fit(None, 4).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.warns(StatefulWarning, match=r"holds a ByStep, and Lightning reads its loader one batch ahead"):
+        fit(tmp_path / "x.ckpt", 6)
