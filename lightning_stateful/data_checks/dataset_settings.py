@@ -69,7 +69,8 @@ class DatasetSettings:
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
-        # Paths of loaders whose persistent workers were warned of.
+        # Paths of loaders whose persistent workers a hook has started anew, and of those that were warned of.
+        self._restarted: set[str] = set()
         self._said_copies: set[str] = set()
         # By path and name.
         self._only_written: dict[tuple[str, str], bool] = {}
@@ -162,6 +163,7 @@ class DatasetSettings:
 
     def note_restart(self, path: str) -> None:
         """The persistent workers of a loader are about to be started anew."""
+        self._restarted.add(path)
         if path in self._values:
             self._at_begin[path] = self._values[path]()
 
@@ -265,7 +267,9 @@ class DatasetSettings:
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
         is_first, self._resumed = path in self._resumed, self._resumed - {path}
-        if is_first and loader is not None and _keeps_workers(loader) and not self._is_within_epoch:
+        # Workers that a hook has just asked for start with what it has set, as without the stop.
+        starts_others = is_first and path not in self._restarted and not self._is_within_epoch
+        if starts_others and loader is not None and _keeps_workers(loader):
             self._warn_of_earlier_copies(path, now)
         wrong: dict[str, str] = {}
         counted: list[str] = []

@@ -171,7 +171,8 @@ class Watch:
             return sorted(self.kept)
         self.note_outside()
         changed = changed_names(self._before, self._found_at_pass()) - self._told_by_others
-        kind = type(self._holders[0])
+        # One that was unpickled holds none.
+        kind = type(next(iter(self._holders), None))
         return sorted(self.kept | {name for name in changed if not forgets(kind, "__iter__", name)})
 
     def count(self, iterator: Any) -> Any:

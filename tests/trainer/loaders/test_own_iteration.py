@@ -449,6 +449,17 @@ def test_a_loader_that_keeps_its_workers_starts_them_anew_where_a_hook_asks_it_t
     assert over_epoch(model, 0) == over_epoch(model, 1) == list(range(6))
 
 
+@pytest.mark.filterwarnings("error::lightning_stateful.errors.StatefulWarning")
+def test_a_resume_behind_an_epoch_starts_them_anew_as_the_run_did(tmp_path: Path) -> None:
+    def make() -> Any:
+        return own.Infinite(Marked(6), 2, num_workers=1)
+
+    path, model, how = tmp_path / "end.ckpt", Sees(), {"max_epochs": 2}
+    stopped(path, make, "on_train_epoch_end", run=train_alone, callbacks=[Marks("on_train_epoch_start", 1)], **how)
+    train_alone(make, model=model, callbacks=[Marks("on_train_epoch_start", 1)], ckpt_path=path, **how)
+    assert model.marks == [1.0] * 3
+
+
 def over_epoch(model: LedgerModel, epoch: int) -> list[int]:
     return sorted(index for index in samples(model.ledger, epoch))
 
