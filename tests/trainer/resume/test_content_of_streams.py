@@ -63,12 +63,15 @@ def texts(words: list[str] = WORDS, *, in_collate: bool = False, encoder: Any = 
     return PlainData(lambda: DataLoader(stream, batch_size=2, collate_fn=how, **options))
 
 
+SLOW = pytest.mark.slow
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 REFUSED = r"dataset\.content: .*The first batch of pass \d over .* is not what it was.*sorted\(words\)"
 
 
-@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
-@pytest.mark.parametrize("in_collate", [False, True])
+@pytest.mark.parametrize(
+    ("in_collate", "options"),
+    [(False, {}), (True, WORKERS), pytest.param(True, {}, marks=SLOW), pytest.param(False, WORKERS, marks=SLOW)],
+)
 def test_another_vocabulary_is_refused_and_the_same_one_is_not(
     tmp_path: Path, in_collate: bool, options: dict[str, Any]
 ) -> None:
@@ -266,7 +269,7 @@ class ByTrainer(Scaled):
         return super().__call__(row)
 
 
-@pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
+@pytest.mark.parametrize("options", [{}, pytest.param(WORKERS, marks=SLOW)], ids=["here", "workers"])
 def test_what_follows_from_the_trainers_epoch_is_no_other_tokenizer(tmp_path: Path, options: dict[str, Any]) -> None:
     made: list[ByTrainer] = []
 
