@@ -244,7 +244,8 @@ def _is_trained(value: Any, weights: Collection[int]) -> bool:
 
 def _memory_of(tensor: torch.Tensor) -> int:
     """Where the numbers of a tensor are; 0 for one that has none."""
-    with suppress(RuntimeError, NotImplementedError):
+    # A subclass may raise anything.
+    with suppress(Exception):
         return tensor.untyped_storage().data_ptr()
     return 0
 
