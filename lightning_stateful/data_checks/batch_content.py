@@ -72,7 +72,7 @@ class BatchContent:
         self._is_first = trainer.is_global_zero
         self._build = builder_of(trainer)
         self.settings = DatasetSettings(self._loaders, self._build)
-        self.of_rank = SettingsOfRank(self._loaders, self.settings, trainer.world_size)
+        self.of_rank = SettingsOfRank(self._loaders, self.settings, trainer)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
@@ -177,7 +177,7 @@ class BatchContent:
             to compare.
         """
         content, (state, present) = saved.get("content"), states
-        self.of_rank.expect(trainer, saved, is_within_epoch=epoch >= 0)
+        self.of_rank.expect(saved, is_within_epoch=epoch >= 0)
         if state is None:
             return None
         is_changed = bool(differences(state, present(), fingerprints=False))
@@ -266,7 +266,7 @@ class BatchContent:
         found: list[Difference] = []
         self._is_over = False
         if states is not None:
-            self.of_rank.compare(trainer, states, self._warn_of_left)
+            self.of_rank.compare(states, self._warn_of_left)
         if trainer.is_global_zero and states is not None:
             for path, loader in self._loaders.items():
                 now = loader.changed()

@@ -26,57 +26,59 @@ class SettingsOfRank:
     Args:
         loaders: The map-style loaders, by path.
         settings: What hooks set on their datasets.
-        num_ranks: Processes of the trainer; one alone has nothing to show.
+        trainer: The trainer; a process alone has nothing to show.
 
     State:
         ``settings``: that of :class:`DatasetSettings`; ``changed``: by path, what has changed of data and samplers.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings, num_ranks: int) -> None:
-        self._loaders, self._settings, self._is_alone = loaders, settings, num_ranks == 1
+    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings, trainer: pl.Trainer) -> None:
+        self._loaders, self._settings = loaders, settings
+        self._rank, self._num_ranks = trainer.global_rank, trainer.world_size
         # What a checkpoint has of this rank, and of rank 0; empty where both are the same.
         self._own: Mapping[str, Any] = {}
         self._of_first: Mapping[str, Any] = {}
 
-    def state(self) -> dict[str, Any]:
-        """See above; empty where nothing was set."""
-        if self._is_alone:
+    def state(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """See above; empty where nothing was set.
+
+        Args:
+            settings: The state of :class:`DatasetSettings`.
+        """
+        if self._num_ranks == 1:
             return {}
         changed = {path: loader.changed() for path, loader in self._loaders.items()}
-        found = {"settings": self._settings.state(), "changed": {path: of for path, of in changed.items() if of}}
+        found = {"settings": settings, "changed": {path: of for path, of in changed.items() if of}}
         return found if any(found.values()) else {}
 
-    def expect(self, trainer: pl.Trainer, saved: Mapping[str, Any], *, is_within_epoch: bool) -> None:
+    def expect(self, saved: Mapping[str, Any], *, is_within_epoch: bool) -> None:
         """Compare with a checkpoint.
 
         Args:
-            trainer: The trainer.
             saved: The callback's state in it.
             is_within_epoch: Whether training goes on within an epoch.
         """
-        parts, rank = saved.get("results", {}).get("ranks", []), trainer.global_rank
-        part = parts[rank] if rank and len(parts) == trainer.world_size else None
+        parts = saved.get("results", {}).get("ranks", [])
+        part = parts[self._rank] if self._rank and len(parts) == self._num_ranks else None
         self._own, self._of_first = (part or {}).get("set_by_hooks", {}), saved.get("dataset_settings", {})
         settings = self._own["settings"] if self._own else self._of_first
         self._settings.expect(settings, is_within_epoch=is_within_epoch, is_of_rank=bool(self._own))
 
     def compare(
         self,
-        trainer: pl.Trainer,
         states: Mapping[str, Mapping[str, Any]],
         warn_of_left: Callable[[str, Mapping[str, Any], Mapping[str, Any], bool], None],
     ) -> None:
         """Compare what this rank had of its own; all ranks do so together.
 
         Args:
-            trainer: The trainer.
             states: By path, the states of the loaders in the checkpoint, which are those of rank 0.
             warn_of_left: Warns of what is as it was built; takes path, state, present changes, and False.
 
         Warns:
             StatefulWarning: Data or samplers are as built; or are not what they were, and those of rank 0 are.
         """
-        if trainer.world_size == 1:
+        if self._num_ranks == 1:
             return
         first = {path: state.get("changed", {}) for path, state in states.items()}
         settings, changed = (self._own["settings"], self._own["changed"]) if self._own else (self._of_first, first)
@@ -93,7 +95,7 @@ class SettingsOfRank:
         of_first, *_ = gathered(names)
         if lost := sorted(name for name, is_other in names.items() if is_other and of_first.get(name) is False):
             warnings.warn(
-                f"{', '.join(lost)} of rank {trainer.global_rank} is not what it was when the checkpoint was written, "
+                f"{', '.join(lost)} of rank {self._rank} is not what it was when the checkpoint was written, "
                 "and that of rank 0 is. A checkpoint has what callbacks and modules of rank 0 save, so the resume is "
                 "not exact where a hook restores that on all ranks. Save the values of all ranks (all_gather), and let "
                 "each restore its own; or let them be the same on all ranks.",

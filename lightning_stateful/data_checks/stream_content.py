@@ -101,14 +101,22 @@ class StreamContent:
             return False
         of, name = self._noted(path, notes)
         read = of and _read(trainer, self._orders[path], of["pass"])
-        if of and read and not is_same_batch(of, read):
+        if of is None or read is None:
+            return True
+        is_other = not is_same_batch(of, read)
+        if is_other:
             self._early[path] = _difference(path, name, of, read)
-        return not (of and read and is_same_batch(of, read))
+        return is_other
 
     def _noted(self, path: str, notes: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]:
         """The latest pass as which a stream is about to begin, if there is one, and what its first batch is called."""
         order = self._orders[path]
-        of = next((note for note in reversed(notes) if _is_as_begun(order, note)), None)
+        now = order.values
+        # What has changed here alone may be another than it was then.
+        changed = changed_names(order.values_as_begun[0], now)
+        known = [note for note in notes if note.items() >= _slots_of(order).items() and note["held"].keys() >= changed]
+        same = [note for note in known if all(now.get(name, "") == held for name, held in note["held"].items())]
+        of = same[-1] if same else None
         return of, f"The first batch of pass {of['pass']} over {order.name}" if of else ""
 
     def compare(self, trainer: pl.Trainer) -> None:
@@ -179,15 +187,6 @@ def _slots_of(order: StreamReader) -> dict[str, int]:
 def _is_accepted(path: str, order: StreamReader, accept: Collection[str]) -> bool:
     accepted = (*accept, *order.options.accept)
     return "nondeterministic" in accepted or is_accepted(names_of_content(path), accepted)
-
-
-def _is_as_begun(order: StreamReader, note: Mapping[str, Any]) -> bool:
-    """Whether ranks, worker slots, and what functions reach are as when a pass began."""
-    held, now = note["held"], order.values
-    is_same = all(now.get(name, "") == before for name, before in held.items())
-    # What has changed here alone may be another than it was then.
-    known = held.keys() >= changed_names(order.values_as_begun[0], now)
-    return is_same and known and note.items() >= _slots_of(order).items()
 
 
 def _read(trainer: pl.Trainer, order: StreamReader, epoch: int, name: str = "") -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ class HeldGenerators:
         """The places of those that were found."""
         return {state.place for state in self._states}
 
-    def warn_of_new(self, places: set[int]) -> None:
+    def _warn_of_new(self, places: set[int]) -> None:
         """Warn, in the first worker, of generators at other places: they were made as the first sample was read.
 
         Args:
@@ -193,7 +193,7 @@ class HeldGenerators:
             self._seed(seed)
             result = read()
         elif not self._is_repeatable:
-            self.warn_of_new(places)
+            self._warn_of_new(places)
         self._is_first, self.is_idle = False, not self._found
         return result
 

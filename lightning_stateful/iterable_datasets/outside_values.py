@@ -241,3 +241,8 @@ def _copied(value: Any) -> Any:
     held = getattr(value, "__dict__", None)
     is_object = isinstance(held, dict) and not isinstance(value, (type, FunctionType, ModuleType))
     return dict(held) if is_object and held is not None and is_users(type(value).__module__) else None
+
+
+def digests_reached(*roots: Any) -> dict[str, str]:
+    """Digests of variables, and of what objects of the user's hold, that functions reach; the same in every process."""
+    return OutsideValues(roots, objects=True).digests(of_generators=False)

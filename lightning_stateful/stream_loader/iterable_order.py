@@ -27,7 +27,7 @@ from lightning_stateful.iterable_datasets.iterable_state import IterableState, s
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.kept_values import KeptGenerators
-from lightning_stateful.iterable_datasets.outside_values import OutsideValues
+from lightning_stateful.iterable_datasets.outside_values import digests_reached
 from lightning_stateful.iterable_datasets.pass_history import beginning_of, history_of
 from lightning_stateful.iterable_datasets.persistent_copies import PersistentCopies, is_in_shared_memory
 from lightning_stateful.iterable_datasets.rank_draws import (
@@ -123,7 +123,7 @@ class IterableOrder(StreamReader):
         is_changed_here = self._is_untold and not loader.num_workers
         self._attributes = history_of(self.dataset).attributes if is_changed_here else None
         # What it held as it was built, and as its first pass began.
-        self._values_built = self.values
+        self._values_built = {} if options.exact else self.values
         self._values_begun = self._values_built
         # Of one that is built for a later epoch another warning speaks.
         self._is_first = not history_of(self.dataset)
@@ -188,8 +188,7 @@ class IterableOrder(StreamReader):
     @property
     def values(self) -> dict[str, str]:
         """Digests of what the dataset holds now, and of what its ``collate_fn`` reaches."""
-        collate = OutsideValues((self.loader.collate_fn,), objects=True).digests(of_generators=False)
-        return {**digests_as_built(self.dataset), **collate}
+        return {**digests_as_built(self.dataset), **digests_reached(self.loader.collate_fn)}
 
     @property
     def values_as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -435,7 +434,7 @@ class IterableOrder(StreamReader):
         if self._within is not None:
             self._within.note_begin()
         self._epoch = epoch
-        if not (epoch or step):
+        if not (epoch or step or self.options.exact):
             self._values_begun = self.values
         # The datasets of this process stand where the epochs before have left them.
         is_here = self.begins_anew and not step and not is_moved

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.errors import ShardError, StatefulWarning, some_of
 from lightning_stateful.generators.rng import keep_randomness
-from lightning_stateful.iterable_datasets.outside_values import OutsideValues
+from lightning_stateful.iterable_datasets.outside_values import digests_reached
 from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses
 from lightning_stateful.stream_loader.options import StreamOptions
@@ -63,7 +63,7 @@ class StreamOrder(StreamReader):
         self.settings: StreamConfig = settings.at(options.path)
         # Copies in workers that persist are not reached from here.
         is_watched = not (options.exact or "nondeterministic" in options.accept or loader.persistent_workers)
-        values = partial(_read_by_functions, self.dataset, loader.collate_fn)
+        values = partial(digests_reached, self.dataset, loader.collate_fn)
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0, "values": values}
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
         found = [source.shards.warning for source in self.settings.sources.values() if source.shards.warning]
@@ -279,11 +279,6 @@ class StreamOrder(StreamReader):
                 "run on up to 32 samples ahead: what a hook sets there comes into force some batches later than "
                 "without this package. Set it between two epochs."
             )
-
-
-def _read_by_functions(*roots: Any) -> dict[str, str]:
-    """Digests of variables, and of what objects of the user's hold, that functions of a stream reach."""
-    return OutsideValues(roots, objects=True).digests(of_generators=False)
 
 
 def _packing_in(config: Mapping[str, Any]) -> list[Any]:

@@ -223,8 +223,9 @@ class StatefulDataCallback(pl.Callback):
         self.settings.ledger.save(progress.epoch_and_step)
         tokens = self._tokens.state(loaders.combined, progress) if loaders else None
         asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state(), "validation": self._validation.state()}
-        asked_for |= loaders.content.state() if loaders else {}
-        of_rank = loaders.content.of_rank.state() if loaders else {}
+        content = loaders.content.state() if loaders else {}
+        of_rank = loaders.content.of_rank.state(content["dataset_settings"]) if loaders else {}
+        asked_for |= content
         asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {
             "version": VERSION,

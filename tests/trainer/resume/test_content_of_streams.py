@@ -38,6 +38,17 @@ class Vocabulary:
         return {"ids": list(map(self._number, row["text"].split())), "id": row["id"]}
 
 
+def kept(kind: type[Vocabulary]) -> tuple[list[Any], Callable[[list[str]], Vocabulary]]:
+    """The vocabularies that a function has made, and the function."""
+    made: list[Vocabulary] = []
+
+    def encoder(words: list[str]) -> Vocabulary:
+        made.append(kind(words))
+        return made[-1]
+
+    return made, encoder
+
+
 def rows(parts: list[int]) -> Iterator[dict[str, Any]]:
     for part in parts:
         for number in range(part * 11, part * 11 + 11):
@@ -191,12 +202,8 @@ def test_of_an_iterable_that_divides_itself_another_vocabulary_is_warned_of(
 
 
 def test_without_workers_functions_are_as_if_nothing_had_been_read(tmp_path: Path) -> None:
-    path, made = tmp_path / "stop.ckpt", []
-
-    def encoder(words: list[str]) -> Vocabulary:
-        made.append(Vocabulary(words))
-        return made[-1]
-
+    path = tmp_path / "stop.ckpt"
+    made, encoder = kept(Vocabulary)
     stopped(path, partial(texts, encoder=encoder), run=train_alone, epoch=1, batch=3)
     for check_content in (True, False):
         train_alone(partial(texts, encoder=encoder), ckpt_path=path, settings={"check_content": check_content})
@@ -230,11 +237,7 @@ class Scaled(Vocabulary):
 @pytest.mark.filterwarnings("ignore:.*was changed between two epochs:lightning_stateful.errors.StatefulWarning")
 @pytest.mark.parametrize("restores", [True, False])
 def test_what_hooks_have_set_is_no_other_tokenizer(tmp_path: Path, restores: bool) -> None:
-    made: list[Scaled] = []
-
-    def encoder(words: list[str]) -> Scaled:
-        made.append(Scaled(words))
-        return made[-1]
+    made, encoder = kept(Scaled)
 
     class Model(LedgerModel):
         def on_train_epoch_start(self) -> None:
@@ -271,11 +274,7 @@ class ByTrainer(Scaled):
 
 @pytest.mark.parametrize("options", [{}, pytest.param(WORKERS, marks=SLOW)], ids=["here", "workers"])
 def test_what_follows_from_the_trainers_epoch_is_no_other_tokenizer(tmp_path: Path, options: dict[str, Any]) -> None:
-    made: list[ByTrainer] = []
-
-    def encoder(words: list[str]) -> ByTrainer:
-        made.append(ByTrainer(words))
-        return made[-1]
+    made, encoder = kept(ByTrainer)
 
     class Model(LedgerModel):
         def on_fit_start(self) -> None:
