@@ -80,6 +80,8 @@ class BatchContent:
         self._is_over = self._begins_epoch = False
         self._changed_first: dict[str, set[str]] | None = None
         self._changed_late: dict[str, set[str]] = {}
+        # By path: the first other value of what a sampler yields than as it was built.
+        self._first_changes: dict[str, dict[str, Any]] = {}
         # By path: the states of loaders that a checkpoint has.
         self._states: dict[str, Mapping[str, Any]] = {}
 
@@ -113,6 +115,7 @@ class BatchContent:
             self._changed_by_reading[path] |= changed_names(before, _settings_of(self._loaders[path]))
         if not step:
             self.streams.note(path, batch)
+            self._note_first_changes(path)
         if path not in self._loaders or step % _NOTED_EVERY or not is_whole_at(plan, step):
             return
         plan, step = whole_plan(plan, step)
@@ -142,12 +145,21 @@ class BatchContent:
             **content,
         }
 
+    def _note_first_changes(self, path: str) -> None:
+        """Note what a user's sampler yields first where a hook has changed that."""
+        loader = self._loaders.get(path)
+        if loader is None or not isinstance(loader.order, WrappedSampler) or self._first_changes.get(path):
+            return
+        if loader.order.memory.may_be_changed:
+            self._first_changes[path] = loader.order.changed_settings(loader.tracker.config)
+
     def state(self) -> dict[str, Any]:
         """The parts of a checkpoint that are about batches, attributes of datasets, and what loaders are built from."""
         # A batch that was read before the data were changed is no longer what is read in its place.
         content = {path: of for path, of in self.latest.items() if self._is_as_noted(path, of)}
         build = {} if self._build is None else self._build()
         noted = {"content": deepcopy(content), "first_batches": self.streams.state()}
+        noted["first_changes"] = deepcopy(self._first_changes)
         return {**noted, "dataset_settings": self.settings.state(), "build": build}
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
@@ -184,6 +196,7 @@ class BatchContent:
         self.streams.expect(trainer, {} if is_changed else saved.get("first_batches", {}), accept)
         if not (content or self.is_map_style):
             return None
+        self._first_changes = {} if is_changed else deepcopy(dict(saved.get("first_changes", {})))
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
         self._is_over = self._begins_epoch = epoch < 0
@@ -224,16 +237,17 @@ class BatchContent:
         self.settings.note_told(path, left)
 
     def _warn_of_same_change(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Warn of a sampler that hooks of the first epoch here have changed to what it was in the epoch before."""
+        """Warn of a sampler that hooks of the first epoch here have changed to what it was in an earlier one."""
         others = {*(self._changed_first or {}).get(path, saved), *self._changed_late.get(path, ())}
-        # One that goes by the epoch would hardly be what it was in an earlier one.
-        same = [name for name, value in saved.items() if value not in (None, "changed") and now.get(name) == value]
-        if names := [name for name in same if name not in others and not name.startswith(PATH)]:
-            kind = type(getattr(self._loaders[path].order, "sampler", None)).__qualname__
+        names = [name for name in saved if name in now and name not in others and not name.startswith(PATH)]
+        kind, first = type(getattr(self._loaders[path].order, "sampler", None)).__qualname__, self._first_changes
+        # One that goes by the epoch would hardly be what it was before.
+        earlier = {name: [saved[name], first.get(path, {}).get(name)] for name in names if now[name] != "changed"}
+        if names := [name for name, values in earlier.items() if now[name] in values]:
             shown = ", ".join(f"{name} {now[name]}" for name in names)
             rank_zero_warn(
-                f"{kind} was as built when training began here, and a hook has then changed it to what it was in the "
-                f"epoch before the checkpoint ({shown}). If the change builds on the one before it, as "
+                f"{kind} was as built when training began here, and a hook has then changed it to what it was in an "
+                f"earlier epoch, before the checkpoint ({shown}). If the change builds on the one before it, as "
                 "sampler.weights *= 0.9, the resume is not exact: save the value, and restore it before the first "
                 "batch, in load_state_dict or on_train_start. Ignore this if the hook sets the same value each time.",
                 category=StatefulWarning,

@@ -54,11 +54,6 @@ class HeldGenerators:
         self.begin()
 
     @property
-    def leaves_some(self) -> bool:
-        """Whether generators of an object are left as they are, so that reading again draws other numbers."""
-        return bool(self._spared)
-
-    @property
     def places(self) -> set[int]:
         """The places of those that were found."""
         return {state.place for state in self._states}

@@ -110,6 +110,7 @@ _PARTS = {
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),
     "content": {str: _CONTENT},
     "first_batches": {str: [_FIRST_BATCH]},
+    "first_changes?": {str: {str: object}},
     "dataset_settings": _SETTINGS,
     "build": {str: str},
     "validation": {str: {str: object}},

@@ -6,6 +6,7 @@ import builtins
 import dis
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple
@@ -114,6 +115,28 @@ class SamplerFacts:
             f"begins its epoch {epoch} otherwise {why} So epochs from {epoch} on cannot be resumed exactly: within one "
             f"it is refused, and where one begins others follow. {remedy}"
         )
+
+    def limits(self, accept: Collection[str], is_in_trainer: bool) -> dict[str, str]:
+        """What behind its name says why a resume may not be exact, by what it is about.
+
+        Args:
+            accept: Names of what the user takes.
+            is_in_trainer: Whether a Trainer iterates it, and so nobody else tells it the epoch.
+        """
+        found = {"trial": why} if (why := self.cannot_be_repeated) else {}
+        if self.unseen:
+            found["unseen"] = (
+                f"yields a {', a '.join(self.unseen[:4])}, of which nothing but the type can be compared: whether a "
+                "resume is exact, and whether all ranks have the same items, is not proven. Yield numbers, strings, "
+                "tuples or dataclasses."
+            )
+        if self.adds_up and not is_in_trainer and "nondeterministic" not in accept:
+            found["changed"] = (
+                "follows from how often its set_epoch was called, which a resume does not repeat, so it may not be "
+                "exact behind the first epoch. Let set_epoch begin anew: shuffle a copy of the list, not what the call "
+                "before has left."
+            )
+        return found
 
     @property
     def sequence(self) -> str:

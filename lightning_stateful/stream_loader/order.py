@@ -276,8 +276,8 @@ class StreamOrder(StreamReader):
             self._has_said = True
             _log.info(
                 f"{some_of(sorted(names))} was changed within an epoch, and functions of {self.name} read it. They are "
-                "run on up to 32 samples ahead: what a hook sets there comes into force some batches later than "
-                "without this package. Set it between two epochs."
+                "run on up to 32 samples ahead: if a hook changed it, and not these functions, that comes into force "
+                "some batches later than without this package. Let hooks set it between two epochs."
             )
 
 

@@ -19,7 +19,7 @@ import torch.distributed
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core.order import UNKNOWN, Progress
-from lightning_stateful.core.seeding import loader_seed
+from lightning_stateful.core.seeding import derive_seed, loader_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import (
     ConfigurationError,
@@ -31,6 +31,7 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.generators.rng import keep_randomness, seed_or_default
 from lightning_stateful.iterable_datasets.earlier_passes import refuse_open
+from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.state import differences
@@ -38,7 +39,7 @@ from lightning_stateful.stream_loader.options import IterableBatches, StreamOpti
 from lightning_stateful.stream_loader.plan import StreamDetails, StreamEpochPlan
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.recent_states import RecentStates, ServedState
-from lightning_stateful.stream_loader.stream_run import StreamRun, seed_of_workers
+from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import SlotLoader
 from lightning_stateful.stream_nodes.numbered import NOTHING
 from lightning_stateful.streams.stream import Stream
@@ -176,8 +177,16 @@ class StreamReader(ABC):
         slots, ranks = SlotLoader(loader, self.settings, seed, **how), self.topology
         begun = self.beginning_of(epoch)
         with keep_randomness():
-            deliveries = slots.read(begun.tasks(ranks.rank), seed_of_workers(begun, self.own_seed, ranks.rank))
+            deliveries = slots.read(begun.tasks(ranks.rank), self._seed_of_workers(begun))
             return next(delivery.batch for delivery in deliveries if not delivery.is_end)
+
+    def _seed_of_workers(self, begun: Any) -> int:
+        """The seed of torch's workers in a run that begins there: persistent ones have that of the first pass."""
+        # A pass may show it, while what workers draw themselves is seeded by batch.
+        is_kept = self.loader.num_workers > 0 and self.loader.persistent_workers and self.options.seed_samples
+        of_pass = (0, 0) if is_kept else (begun.epoch, begun.steps_before)
+        is_alike = begun.config.kinds_alike >= ALL_KINDS
+        return derive_seed("stream", self.own_seed, *of_pass, 0 if is_alike else self.topology.rank)
 
     @property
     def topology(self) -> Topology:
@@ -418,9 +427,8 @@ class StreamReader(ABC):
             seed = self.own_seed if self.options.seed_samples else None
             self._slots = SlotLoader(self.loader, self.settings, seed, is_trained_on=not self.options.exact)
         connect = partial(self._connect, state) if self._is_joined else None
-        self._run = StreamRun(
-            state, self._slots, self.topology, connect, seed=self.own_seed, limit=self._limit_after(state)
-        )
+        limit, seed = self._limit_after(state), self._seed_of_workers(state)
+        self._run = StreamRun(state, self._slots, self.topology, connect, seed=seed, limit=limit)
         return self._run
 
     def _begin_after(self, run: StreamRun, state: Any) -> StreamRun:

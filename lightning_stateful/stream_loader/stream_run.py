@@ -10,10 +10,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, Remark, StatefulWarning, StreamError
-from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
@@ -84,7 +82,7 @@ class StreamRun:
             begun.config.open(task).state() if task.state is None else task.state
             for task in sorted(tasks, key=lambda task: task.worker)
         ]
-        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed_of_workers(begun, seed, rank))
+        self._deliveries: Iterator[Delivery] | None = slots.read(tasks, seed)
         self._skip_unknown()
         self.states = self._states
 
@@ -304,18 +302,6 @@ class StreamRun:
         slots: list[NodeState | None] = [None] * self.begun.num_slots
         slots[self._topology.rank :: self.begun.num_replicas] = map(_decoded, states)
         return self.begun.at(tuple(slots), self.begun.steps + num_served)
-
-
-def seed_of_workers(begun: Any, seed: int, rank: int) -> int:
-    """The seed of torch's workers in a run of a rank.
-
-    Args:
-        begun: Where it begins.
-        seed: That of the loader.
-        rank: The rank.
-    """
-    alike = begun.config.kinds_alike >= ALL_KINDS
-    return derive_seed("stream", seed, begun.epoch, begun.steps_before, 0 if alike else rank)
 
 
 def _decoded(state: NodeState | StateText) -> NodeState:

@@ -385,11 +385,18 @@ class ToldEpochs:
         self.others: set[int] = set()
         self._epoch, self._held, self._has_warned = 0, [_held_by(holder) for holder in holders], False
 
-    def tell(self, holders: Sequence[Any], epoch: int) -> None:
-        """Call ``set_epoch`` of the objects, in their order, but of those that somebody else has told another epoch."""
+    def tell(self, holders: Sequence[Any], epoch: int, *, once: bool = False) -> None:
+        """Call ``set_epoch`` of the objects, in their order, but of those that somebody else has told another epoch.
+
+        Args:
+            holders: The objects.
+            epoch: The epoch.
+            once: Leave out those that somebody else seems to have told this one.
+        """
         self.others = self._told_another(holders, (epoch, self._epoch))
         for place, holder in enumerate(holders):
-            if place not in self.others and callable(getattr(holder, "set_epoch", None)):
+            is_told = once and self._held[place : place + 1] != [_held_by(holder)]
+            if not is_told and place not in self.others and callable(getattr(holder, "set_epoch", None)):
                 holder.set_epoch(epoch)
         self._epoch, self._held = epoch, [_held_by(holder) for holder in holders]
 

@@ -137,6 +137,11 @@ class SamplerMemory:
         """Whether something else than its passes is known to change the sampler."""
         return "changed" in self._warned
 
+    @property
+    def may_be_changed(self) -> bool:
+        """Whether something else may have changed it by now, or it is one of torch's, whose parameters tell."""
+        return self.is_changed or not self._is_as_tried
+
     def note_look(self) -> None:
         """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
         self._looks_next = True
@@ -175,22 +180,8 @@ class SamplerMemory:
                 "so it may not be exact from here on. Look at batches of a loader of its own.",
                 once="aside",
             )
-        if order.facts.unseen and order.is_trained_on:
-            self.warn_once(
-                f"{order.name} yields a {', a '.join(order.facts.unseen[:4])}, of which nothing but the type can be "
-                "compared: whether a resume is exact, and whether all ranks have the same items, is not proven. Yield "
-                "numbers, strings, tuples or dataclasses.",
-                once="unseen",
-            )
-        if (why := order.facts.cannot_be_repeated) and order.is_trained_on:
-            self.warn_once(f"{order.name} {why}", once="trial")
-        if order.facts.adds_up and order.is_trained_on and "nondeterministic" not in order.accept:
-            self.warn_once(
-                f"What {order.name} yields depends on how often its set_epoch was called, which a resume does not "
-                "repeat, so it may not be exact behind the first epoch. Let set_epoch begin anew: shuffle a copy of "
-                "the list, not what the call before has left.",
-                once="changed",
-            )
+        for once, what in order.facts.limits(order.accept, self.is_in_trainer).items() if order.is_trained_on else ():
+            self.warn_once(f"{order.name} {what}", once=once)
         self._drop_left(order, *begun.label)
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
@@ -347,11 +338,15 @@ class SamplerMemory:
         self._ended_with = digest_of_contents(order.sampler, order.dataset, epoch=ended.label[0])
         self.has_changed = self.has_changed or self._ended_with != self._began_with
 
-    def tell_epoch(self, sampler: Any, dataset: Any, epoch: int) -> None:
-        """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch."""
+    def tell_epoch(self, order: UserSampler, epoch: int) -> None:
+        """Call ``set_epoch`` of a sampler and of those in it, but of one that somebody else has told another epoch.
+
+        A loop of the user's may have told this one, which is not done again where it adds up.
+        """
         if self._latest is not None and not (self._ended_with or self._left_with) and epoch != self._latest.label[0]:
-            self._left_with = digest_of_contents(sampler, dataset, epoch=self._latest.label[0])
-        self._told.tell(SamplerParts(sampler, dataset).samplers, epoch)
+            self._left_with = digest_of_contents(order.sampler, order.dataset, epoch=self._latest.label[0])
+        once = order.facts.adds_up and not self.is_in_trainer
+        self._told.tell(SamplerParts(order.sampler, order.dataset).samplers, epoch, once=once)
 
     def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
@@ -452,16 +447,19 @@ class SamplerMemory:
             self._drop_left(order, *passed[:2])
             self._left = begin_pass(order.iterated(), passed)
             self._append(passed, False)
-            if not (self.is_told_first and order.has_set_epoch):
+            if not self._tells_first(order):
                 self._left.drop()
 
     def _drop_left(self, order: UserSampler, epoch: int, cycle: int) -> None:
         """Drop the iterator of the pass before, of which training has begun to tell the next."""
         if self._left is not None:
-            if self.is_told_first and order.has_set_epoch:
+            if self._tells_first(order):
                 order.iterated().tell(epoch, cycle)
             self._left.drop()
             self._left = None
+
+    def _tells_first(self, order: UserSampler) -> bool:
+        return self.is_told_first and order.has_set_epoch and not order.facts.adds_up
 
     def _close(self) -> None:
         if self._latest is not None:

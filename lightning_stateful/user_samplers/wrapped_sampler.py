@@ -323,7 +323,7 @@ class WrappedSampler:
             asked=asked,
             generators=self.memory.generators,
             outside=() if self.is_known else self.memory.generators_outside(self.sampler, self.dataset),
-            tell=partial(self.memory.tell_epoch, sampler, self.dataset) if sampler is self.sampler else None,
+            tell=partial(self.memory.tell_epoch, self) if sampler is self.sampler else None,
             draws=self.dealing.draws or self.draws,
         )
 
@@ -451,7 +451,7 @@ class WrappedSampler:
 
     def _tell(self, epoch: int) -> None:
         with OwnRandomness(derive_seed("sampler", self.seed, epoch, 0)):
-            self.memory.tell_epoch(self.sampler, self.dataset, epoch)
+            self.memory.tell_epoch(self, epoch)
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """The same: items are counted alike under any configuration."""

@@ -417,10 +417,32 @@ def test_one_that_shuffles_what_it_was_left_with_whenever_it_is_told_is_warned_o
     def shuffle(order: list[int], _: int) -> None:
         random.shuffle(order)
 
-    with pytest.warns(StatefulWarning, match="depends on how often its set_epoch was called"):
+    with pytest.warns(StatefulWarning, match="follows from how often its set_epoch was called"):
         _, state = looped(ToldByLoops(shuffle), stop=6)
-    with pytest.warns(StatefulWarning, match="depends on how often its set_epoch was called"):
+    with pytest.warns(StatefulWarning, match="follows from how often its set_epoch was called"):
         looped(ToldByLoops(shuffle), state=state)
+
+
+@pytest.mark.filterwarnings("ignore:.*follows from how often its set_epoch was called")
+def test_one_that_adds_up_what_a_plain_loop_tells_it_is_told_once() -> None:
+    class AddsUp(Sampler[int]):
+        def __init__(self) -> None:
+            self.order = list(range(12))
+
+        def set_epoch(self, epoch: int) -> None:
+            random.Random(epoch).shuffle(self.order)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(self.order))
+
+        def __len__(self) -> int:
+            return 12
+
+    sampler, expected = AddsUp(), list[list[int]]()
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        expected += [batch.tolist() for batch in DataLoader(range(12), batch_size=4, sampler=sampler)]  # type: ignore[arg-type]
+    assert looped(AddsUp())[0] == expected
 
 
 def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has_made() -> None:

@@ -25,7 +25,7 @@ from support.iterable_cases import (
     ToldWithState,
 )
 from support.stream_cases import InThisProcess, chunks, plain, read_numbers, stream_loader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import ShardError, StatefulWarning, StateMismatchError
@@ -128,6 +128,34 @@ def test_epochs_are_those_of_torch_and_so_are_they_after_a_resume(
         # Where nothing is left of an epoch, the first loop is that of the next.
         left = [batches for batches in (expected[epoch][step:], *expected[epoch + 1 :]) if batches]
         assert again[: len(left)] == left[:2], (epoch, step)
+
+
+class BySeedOfWorker(IterableDataset[int]):
+    """Shuffles by the seed of its worker, which persistent workers keep."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker: Any = get_worker_info()
+        yield from random.Random(worker.seed).sample(range(worker.id, 12, 2), 6)
+
+
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+def test_workers_have_the_seed_again_that_they_were_started_with(workers: str) -> None:
+    def run(state: Any = None, stop: int = 18) -> tuple[list[Any], Any]:
+        loader, found = patch_dataloader(user_loader(BySeedOfWorker, workers)), list[Any]()
+        if state is not None:
+            loader.load_state_dict(state)
+        while len(found) < stop:
+            for batch in loader:
+                found.append(plain(batch))
+                if len(found) == stop:
+                    break
+        return found, loader.state_dict()
+
+    whole, _ = run()
+    assert (whole[:6] == whole[6:12] == whole[12:]) is (workers == "persistent workers")
+    for stop in (6, 9):
+        before, state = run(stop=stop)
+        assert before + run(state, 18 - stop)[0] == whole
 
 
 def test_a_state_from_behind_the_last_batch_says_that_the_first_loop_is_the_next_epoch(
