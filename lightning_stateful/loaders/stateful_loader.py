@@ -192,7 +192,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         order, dataset = description.order.adapted(path=settings.path), loader.dataset
         if isinstance(order, WrappedSampler):
             ranks = detect_topology(description.num_replicas, description.rank)
-            order.meet(ranks.num_replicas, ranks.rank)
+            order.meet(ranks.num_replicas, ranks.rank, is_given=description.num_replicas is not None)
             self._told = None if order.facts.hands_epoch_on else self._told
         original = loader._original if isinstance(loader, StatefulLoader) else loader
         self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder

@@ -30,11 +30,17 @@ from lightning_stateful.user_samplers.sampler_check import check_sampler
 from lightning_stateful.user_samplers.sampler_trial import COMPARED, PATIENCE, fresh_copy
 
 
-def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
+def deal(order: UserSampler, num_replicas: int, rank: int, *, is_given: bool = False) -> Dealing:
     """Find out whether the ranks' samplers yield one sequence, to be dealt out, or sequences of their own.
 
     Processes of a group compare what their samplers yield. Where a sampler knows its rank, it is dealt out only if the
     simulated sequences of all ranks have together what a single rank's has, in two epochs.
+
+    Args:
+        order: The sampler.
+        num_replicas: Ranks.
+        rank: This rank.
+        is_given: Whether somebody has said how many ranks there are, a Trainer, which deals samplers out.
 
     Raises:
         RankMismatchError: The samplers yield other items, though they know of no ranks; or other numbers of items.
@@ -49,7 +55,7 @@ def deal(order: UserSampler, num_replicas: int, rank: int) -> Dealing:
     facts, draws = order.facts, draws_of(order, rank)
     knows = is_given_ranks(order.sampler) or facts.asks
     alone = _prove(order, num_replicas, rank) if knows else None
-    if draws is not None and "held" in draws.kinds and not (order.is_wrapped or order.memory.is_in_trainer):
+    if draws is not None and "held" in draws.kinds and not (order.is_wrapped or is_given):
         # In plain loops torch deals nothing out, and one that is seeded by rank knows it by that.
         knows = True
     draws = draws if knows and alone is None else None

@@ -277,7 +277,7 @@ class WrappedSampler:
         """The passes that were begun over the sampler in this process."""
         return memory_of(self.sampler, self.dataset)
 
-    def meet(self, num_replicas: int, rank: int) -> Dealing:
+    def meet(self, num_replicas: int, rank: int, *, is_given: bool = False) -> Dealing:
         """Find out how its items come to ranks; processes of a group do so together.
 
         Raises:
@@ -285,7 +285,7 @@ class WrappedSampler:
         """
         known = vars(self).get("_met")
         if known != (num_replicas, rank):
-            vars(self)["_dealing"] = found = deal(self, num_replicas, rank)
+            vars(self)["_dealing"] = found = deal(self, num_replicas, rank, is_given=is_given)
             vars(self)["_met"] = (num_replicas, rank)
             if found.facts is not None:
                 vars(self)["facts"] = found.facts

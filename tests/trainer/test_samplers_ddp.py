@@ -302,6 +302,34 @@ def test_ranks_draw_apart_where_the_generators_of_their_samplers_do(ranks: Ranks
     assert differ == [GENERATORS[name][1]] * 2
 
 
+class DrawnSamples(Sampler[int]):
+    """All samples, shuffled by a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(NUM_SAMPLES).tolist())
+
+
+def dealt_out_though_seeded_apart(folder: Path, name: str) -> list[Any]:
+    """The first epoch, by Lightning alone and with the callback."""
+    entry = Entry(of(lambda: DrawnSamples(GENERATORS[name][0]())), "multiset")
+    return [train_entry(entry, own=own).epoch(0) for own in (False, True)]
+
+
+@pytest.mark.parametrize("name", ["seeded by rank", "by nobody"])
+def test_where_lightning_deals_out_ranks_share_what_one_sampler_yields_though_theirs_differ(
+    ranks: Ranks, name: str
+) -> None:
+    runs = ranks.of(dealt_out_though_seeded_apart, name)
+    assert all(len(alone) == len(own) for alone, own in runs)
+    assert sorted(index for _, own in runs for batch in own for index in batch) == list(range(NUM_SAMPLES))
+
+
 def drawn_in_a_plain_loop(folder: Path, name: str) -> list[Any]:
     """Two epochs of a patched loader, and what is left of the second for one that loads a state from within it."""
 
