@@ -11,6 +11,7 @@ from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import gathered
+from lightning_stateful.state import holds
 
 # Of a sampler, the change in what it yields, and how people call it.
 _SEQUENCE = "sequence"
@@ -85,12 +86,15 @@ class SettingsOfRank:
         names = {name: False for of in settings.values() for name in of}
         names |= dict.fromkeys(self._settings.unlike(settings), True)
         for path in changed.keys() & states.keys() & self._loaders.keys():
-            now, held = self._loaders[path].changed(), _without_rank(changed[path])
+            now, config = self._loaders[path].changed(), self._loaders[path].tracker.config
             if self._own:
                 # Of what has changed on rank 0 too that warns.
                 alone = {name: value for name, value in changed[path].items() if name not in first[path]}
                 warn_of_left(path, {**states[path], "changed": alone}, now, False)
-            present = _without_rank(now)
+            present, held = _without_rank(now), _without_rank(changed[path])
+            # What was restored before the loaders were built is in their configuration.
+            built = {name: value for name, value in changed[path].items() if holds(config, name, value)}
+            present |= {name: held[name] for name in built.keys() - present.keys()}
             names |= {_SAID.get(name, name): present.get(name) != value for name, value in held.items()}
         of_first, *_ = gathered(names)
         if lost := sorted(name for name, is_other in names.items() if is_other and of_first.get(name) is False):

@@ -136,6 +136,20 @@ class Mines(BeginsElsewhere):
         trainer.train_dataloader.sampler.losses = torch.arange(48) * self.start % 7
 
 
+# The sampler of the run at hand.
+SAMPLERS: list[ByLoss] = []
+
+
+class MinesEarly(Mines):
+    """Restores them before the loaders are built."""
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        SAMPLERS[0].losses = torch.arange(48) * checkpoint["callbacks"][self.state_key]["start"] % 7
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
 def words(
     folder: Path, kind: type[Callback], steps: int, momentum: float, make: Any = None, options: Any = None
 ) -> list[list[str]]:
@@ -192,7 +206,8 @@ def of_dataset() -> Any:
 
 
 def of_sampler() -> Any:
-    return DataLoader(Numbers(48), batch_size=4, sampler=ByLoss())
+    SAMPLERS[:] = [ByLoss()]
+    return DataLoader(Numbers(48), batch_size=4, sampler=SAMPLERS[0])
 
 
 @pytest.mark.parametrize(
@@ -200,6 +215,7 @@ def of_sampler() -> Any:
     [
         (BeginsElsewhere, of_dataset, 8, {}, "start"),
         (Mines, of_sampler, 12, {"use_distributed_sampler": False, "max_epochs": 3}, "what the sampler yields"),
+        (MinesEarly, of_sampler, 6, {"max_epochs": 3}, "what the sampler yields"),
     ],
 )
 def test_data_that_hooks_set_apart_are_warned_of_on_the_rank_that_gets_those_of_rank_0(
