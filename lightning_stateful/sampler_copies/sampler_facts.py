@@ -106,7 +106,7 @@ class SamplerFacts:
             epoch = self.apart_in
             why = (
                 "on each of two equal copies, as was tried before training: it draws from a generator that is made "
-                "without a seed, goes by the clock, or by something else that none of its attributes holds."
+                "without a seed, goes by the clock, a file that it writes, or something else that no attribute holds."
             )
             remedy = "Draw from the generators of torch, NumPy or random, or from one that is made in __init__."
         else:

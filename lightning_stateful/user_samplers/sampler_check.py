@@ -28,6 +28,7 @@ from lightning_stateful.sampler_copies.shared_objects import (
     said_of_changes,
     surroundings_in_trial,
 )
+from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import as_written, digest, types_not_compared
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
@@ -38,7 +39,6 @@ from lightning_stateful.user_samplers.sampler_trial import (
     PATIENCE,
     QUICK,
     SamplerTrial,
-    WrittenFiles,
     beginning,
     begins_anew_when_asked,
     copy_as_now,
@@ -72,13 +72,16 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
         UnsupportedLoaderError: It changes data that the copy shares with the original, other than a cache.
     """
     with SharedObjects(order.sampler, order.dataset) as objects, WrittenFiles() as written:
-        facts = _facts_of(order, choose, objects)
+        facts = _facts_of(order, choose, objects, written)
     facts.writes_files = written.are_there
     return facts
 
 
 def _facts_of(
-    order: UserSampler, choose: Callable[[Any], list[Setting]] | None, objects: SharedObjects
+    order: UserSampler,
+    choose: Callable[[Any], list[Setting]] | None,
+    objects: SharedObjects,
+    written: WrittenFiles,
 ) -> SamplerFacts:
     copied = SamplerCopy(order.sampler, order.dataset)
     if not copied.is_apart:
@@ -154,6 +157,9 @@ def _facts_of(
             objects.put_back()
         if _fills_cache(order, facts, shared, fresh):
             objects.keep()
+    if written.are_there and not facts.apart_in and trial.follows_files(written):
+        # Nobody knows what a resume will find there.
+        facts.apart_in = 1
     if facts.apart_in is None:
         trial.compare_orders_of_sets()
     if order.cuts_samples and begins_anew_when_asked(tried.sampler, contents):
@@ -478,9 +484,9 @@ _BEGINS_ANEW = (
     "return iter(list)."
 )
 _CHANGES_UNSEEN = (
-    " yields something else whenever a copy of it is begun, and its code reaches variables of a function, or an object "
-    "that is not copied (a database, an iterator, a generator of a class of your own), which to try it before training "
-    "changes. Let it keep what it changes in attributes of its own, or pass accept=('nondeterministic',)."
+    " yields something else whenever a copy of it is begun, and its code reaches what to try it before training "
+    "changes: a file, variables of a function, or an object that is not copied (a database, an iterator, a generator "
+    "of a class of your own). Let it keep that in attributes of its own, or pass accept=('nondeterministic',)."
 )
 
 

@@ -24,6 +24,7 @@ from lightning_stateful.sampler_copies.sampler_ranks import (
     yields_as_one,
 )
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.rank_exchange import exchanged, kinds_drawn_apart
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import check_sampler
@@ -153,7 +154,7 @@ def _prove(order: UserSampler, num_replicas: int, rank: int) -> Dealing | None:
         return None
     if held not in (None, (num_replicas, rank)):
         return None
-    with suppress(Exception), SharedObjects(order.sampler, order.dataset):
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset), WrittenFiles():
         told_of = [
             [
                 _items(order, partial(settings_of, num_replicas=num_replicas, rank=r), num_replicas, r, epoch)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-import io
 import os
-import sqlite3
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import wraps
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -29,6 +24,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts, len_only_reads
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, told
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import digest, hex_digest
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 
@@ -178,6 +174,15 @@ class SamplerTrial:
                 began = beginning(one, 1)
                 facts.apart_in = 1 if began != self._next and began != beginning(other, 1) else None
 
+    def follows_files(self, written: WrittenFiles) -> bool:
+        """Whether the first epoch begins otherwise by what passes have written than by what was there before them."""
+        if self._facts.begins_in <= _BEARABLE:
+            with suppress(Exception):
+                now = beginning(self._fresh(), 0)
+                written.put_back()
+                return beginning(self._fresh(), 0) != now
+        return False
+
     def compare_orders_of_sets(self) -> None:
         """Look for an epoch that begins otherwise on a copy of which sets of strings have another order."""
         # With a value of the user's it is the same in all processes.
@@ -306,53 +311,6 @@ def is_touched(order: UserSampler) -> bool:
     """Whether something else than its passes has changed a sampler, of which its trial noted what they leave."""
     now, untouched = held_by(order.sampler), order.facts.untouched or {}
     return any(now.get(name, value) != value for name, value in untouched.items())
-
-
-# Functions that open a file to write it, or may.
-_WRITERS = ((builtins, "open"), (io, "open"), (os, "open"), (torch, "save"), (sqlite3, "connect"))
-
-
-class WrittenFiles:
-    """Notes whether code that this thread runs within the block opens a file to write it.
-
-    Attributes:
-        are_there: Whether it has.
-    """
-
-    are_there = False
-
-    def __enter__(self) -> WrittenFiles:
-        self._thread = threading.get_ident()
-        self._kept = [(home, name, getattr(home, name)) for home, name in _WRITERS]
-        for home, name, function in self._kept:
-            setattr(home, name, self._noting(function))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for home, name, function in self._kept:
-            setattr(home, name, function)
-
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            how = args[1] if len(args) > 1 else kwargs.get("flags", kwargs.get("mode", "r"))
-            if threading.get_ident() == self._thread and _is_written(function, how):
-                self.are_there = True
-            return function(*args, **kwargs)
-
-        return noting
-
-
-def _is_written(function: Any, how: Any) -> bool:
-    """Whether a file is opened to write it, by a mode or by flags, or ``torch.save`` is to write one."""
-    if function.__name__ == "save":
-        # Not into memory, as tensors in a sampler's own state are; a file has been opened.
-        return isinstance(how, (str, os.PathLike))
-    if function.__name__ != "open":
-        return True
-    if isinstance(how, int):
-        return bool(how & (os.O_WRONLY | os.O_RDWR))
-    return isinstance(how, str) and bool({*"wax+"} & {*how})
 
 
 def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:

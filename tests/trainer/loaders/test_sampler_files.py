@@ -15,7 +15,8 @@ from support.runs import quiet_trainer, seeded
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import StatefulDataCallback
-from lightning_stateful.user_samplers.sampler_trial import WrittenFiles
+from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.sampler_copies.written_files import WrittenFiles
 
 LENGTH = 24
 
@@ -136,3 +137,34 @@ def test_a_file_that_is_opened_to_write_it_is_noted_in_the_block_alone(
         run(tmp_path / "file")
     assert found.are_there == are_there
     assert (open, os.open, torch.save) == functions
+
+
+def test_files_are_put_back_behind_the_block(tmp_path: Path) -> None:
+    (old := tmp_path / "old").write_text("before")
+    (mapped := tmp_path / "mapped").write_bytes(bytes(8))
+    array = np.memmap(mapped, dtype=np.int64, mode="r+")
+    with WrittenFiles():
+        old.write_text("something longer")
+        (tmp_path / "new").write_text("a")
+        torch.save(1, tmp_path / "saved")
+        np.memmap(mapped, dtype=np.int64, mode="r+")[:] = 3
+    assert (old.read_text(), array.tolist()) == ("before", [0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mapped", "old"]
+
+
+class CountsInFile(InFile):
+    """Counts its passes in a file, and shuffles by that."""
+
+    def __iter__(self) -> Iterator[int]:
+        passes = int(self.path.read_text()) if self.path.exists() else 0
+        self.path.write_text(str(passes + 1))
+        yield from map(int, np.random.default_rng(passes).permutation(LENGTH))
+
+
+def test_what_a_trial_writes_is_put_back_before_training(tmp_path: Path) -> None:
+    (tmp_path / "passes").write_text("4")
+    with pytest.warns(StatefulWarning, match="goes by the clock, a file that it writes"):
+        found = fit(CountsInFile(tmp_path / "passes"), tmp_path)
+    assert (tmp_path / "passes").read_text() == "7"
+    for epoch in range(3):
+        assert samples(found, epoch) == np.random.default_rng(4 + epoch).permutation(LENGTH).tolist()
