@@ -12,7 +12,7 @@ from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import PLAIN, can_be_read, text_of_plain
 from lightning_stateful.iterable_datasets.dataset_parts import attributes_in
-from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
+from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 
 _MOST_NAMED, _MOST_CHARACTERS = 8, 40
 # The text of a value that nobody compares with that of another process.
@@ -116,7 +116,9 @@ class PersistentCopies:
             if is_in_shared_memory(value):
                 continue
             text = text_of_plain(value)[:_MOST_CHARACTERS] if type(value) in PLAIN else ""
-            text = text or f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value})}"
+            if not text:
+                shared = next(filter(is_in_shared_memory, SamplerParts(value).found), None)
+                text = f"{_DIGEST}{digest_of_contents({name.rpartition('.')[2]: value}, shared)}"
             found[name] = f"{found[name]} {text}" if name in found else text
         return found
 

@@ -187,3 +187,30 @@ def test_of_what_lies_in_shared_memory_workers_have_no_copies(tmp_path: Path, ma
         assert batches(resumed.ledger, 1) != batches(whole.ledger, 1)
         assert any(one.startswith("InSharedMemory.epoch was set between two epochs") for one in said)
     assert not any("their copies from before" in one for one in said)
+
+
+class SharedEpoch:
+    """Holds the epoch in memory that workers see, as open_clip's."""
+
+    def __init__(self) -> None:
+        self.number = torch.zeros((), dtype=torch.long).share_memory_()
+
+
+class InObject(IterableDataset[Any]):
+    """Is told the epoch by an object."""
+
+    def __init__(self) -> None:
+        self.shared = SharedEpoch()
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(sample, random.Random(int(self.shared.number)).sample(range(6), 6))
+
+
+def test_of_what_an_object_holds_in_shared_memory_workers_have_no_copies_either() -> None:
+    def fill_shared(dataset: Any, epoch: int) -> None:
+        dataset.shared.number.fill_(epoch)
+
+    data, callbacks = partial(loader, InObject), [AtStart(fill_shared)]
+    whole, said = said_by(lambda: train_alone(data, callbacks=callbacks, max_epochs=2))
+    assert batches(whole.ledger) == batches(train(data, callbacks=callbacks, max_epochs=2).ledger)
+    assert not any("their copies from before" in one for one in said)
