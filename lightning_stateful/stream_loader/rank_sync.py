@@ -116,7 +116,8 @@ class RankSync:
 
     def horizon(self, step: int) -> int:
         """Below which step this rank has to have published its records, and no others, to ask about ``step``."""
-        return ((step + 1) // self._size + 1) * self._size
+        # The first batch is read alone, as by torch: Lightning begins a pass that it gives up behind that.
+        return 1 if step == 0 and self._size == 1 else ((step + 1) // self._size + 1) * self._size
 
     def publish(self, record: Sequence[Any], *, is_end: bool = False) -> None:
         """Publish that this rank has the next batch, and where it stands after it; does not wait.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -25,7 +26,7 @@ from support.ranks import Ranks
 from support.runs import Outcome, ended
 from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
 from support.samplers import LENGTH, LOADERS
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback, patch_dataloader
 
@@ -374,6 +375,35 @@ def test_in_a_plain_loop_each_rank_has_its_own_where_the_generators_of_a_sampler
     assert first != other
     for _, second, resumed in runs:
         assert resumed == second[1:]
+
+
+class Buffered(IterableDataset[int]):
+    """Shuffles its rank's share in a buffer, by a generator of its own that goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        buffer = list[int]()
+        for number in range(own_rank(), NUM_SAMPLES, num_ranks()):
+            if len(buffer) < 4:
+                buffer.append(number)
+                continue
+            at = self.generator.randrange(4)
+            yield buffer[at]
+            buffer[at] = number
+
+
+def reloaded(folder: Path) -> list[Any]:
+    """What is trained on where Lightning begins a pass over each new loader that it gives up behind the first batch."""
+    how = {"reload_dataloaders_every_n_epochs": 1}
+    entry = Entry(lambda _: DataLoader(Buffered(), batch_size=2), "equal", trainer=how)
+    return [train_entry(entry, own=own).trained for own in (False, True)]
+
+
+def test_of_a_pass_that_lightning_gives_up_ranks_read_no_more_than_its_first_batch(ranks: Ranks) -> None:
+    for alone, own in ranks.of(reloaded):
+        assert own == alone
 
 
 # Ends of passes
