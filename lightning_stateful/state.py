@@ -70,8 +70,8 @@ _REMEDIES = {
     "mode": "Combine the loaders in the saved mode",
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the epoch of the checkpoint began: of weights, say, save those of then",
-    "sequence": "The sampler does not yield its first epoch as it did: build it anew, with the same data and settings. "
-    "Let your code restore nothing that its own passes change, such as their count: they are begun again",
+    "sequence": "The sampler does not yield its first epoch as it did: restore nothing that its own passes change, as "
+    "their count, for they are begun again; build it anew, with the same data and settings",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions and settings, in the same order",

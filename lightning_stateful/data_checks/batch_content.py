@@ -150,7 +150,8 @@ class BatchContent:
         loader = self._loaders.get(path)
         if loader is None or not isinstance(loader.order, WrappedSampler) or self._first_changes.get(path):
             return
-        if loader.order.memory.may_be_changed:
+        memory = loader.order.memory
+        if memory.is_changed or not memory.is_as_tried:
             self._first_changes[path] = loader.order.changed_settings(loader.tracker.config)
 
     def state(self) -> dict[str, Any]:

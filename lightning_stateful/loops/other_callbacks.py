@@ -136,8 +136,8 @@ def refuse_finders(trainer: pl.Trainer) -> None:
         )
 
 
-def monitored_metrics(trainer: pl.Trainer, *, epoch_over: bool = False) -> dict[str, float]:
-    """The latest values of what learning rate schedulers and callbacks monitor, as far as they are known.
+def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False) -> dict[str, float]:
+    """The latest values that ``trainer.callback_metrics`` has, which schedulers monitor and callbacks read.
 
     Args:
         trainer: The trainer.
@@ -156,7 +156,7 @@ def monitored_metrics(trainer: pl.Trainer, *, epoch_over: bool = False) -> dict[
         # Known are only those of an epoch before.
         left_out = {one.meta.name for one in unsynced}
         known = {name: value for name, value in known.items() if name.removesuffix("_epoch") not in left_out}
-    return {name: float(known[name]) for name in sorted(monitors(trainer)) if name in known}
+    return {name: float(value) for name, value in sorted(known.items())}
 
 
 def _needs_other_ranks(result: Any) -> bool:

@@ -208,7 +208,7 @@ class LoopProgress:
 
 
 def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
-    """The progress and the monitored metrics in the callback's state.
+    """The progress and the logged metrics in the callback's state.
 
     Raises:
         DamagedStateError: It is not what the callback writes.
@@ -240,7 +240,7 @@ def read_callback_state(state: Any) -> tuple[LoopProgress, dict[str, float]]:
             check_shape(state[part], _PARTS[part], part)
         except DamagedStateError as error:
             raise DamagedStateError(f"The callback's {error}{DAMAGED}") from None
-    metrics = state.get("monitored")
+    metrics = state.get("metrics")
     if not isinstance(metrics, Mapping) or not all(type(value) is float for value in metrics.values()):
         raise DamagedStateError(f"The callback's state has no metrics: {state!r}. Resume from another checkpoint.")
     return LoopProgress.from_dict(state["progress"]), dict(metrics)

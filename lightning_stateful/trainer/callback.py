@@ -235,7 +235,7 @@ class StatefulDataCallback(pl.Callback):
             "seed": self._seed,
             "seeds": loaders.combined.seeds_beside(self._seed) if loaders else {},
             "progress": progress.to_dict(),
-            "monitored": self._monitored(progress),
+            "metrics": self._logged(progress),
             "results": {} if self._trainer is None else self._results.state(self._trainer, progress, of_rank),
             "data": self._data_state_at(progress) if module is None else None,
             "written": note_of_run(self._trainer, loaders.combined) if self._trainer and loaders else {},
@@ -318,11 +318,11 @@ class StatefulDataCallback(pl.Callback):
         batch = phase.batch if isinstance(phase, Training) else None
         return LoopProgress() if self._trainer is None else loop_progress.read_progress(self._trainer, batch)
 
-    def _monitored(self, progress: LoopProgress) -> dict[str, float]:
+    def _logged(self, progress: LoopProgress) -> dict[str, float]:
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
         epoch_over = progress.plateau == "epoch"
-        return other_callbacks.monitored_metrics(self._trainer, epoch_over=epoch_over) if self._trainer else {}
+        return other_callbacks.logged_metrics(self._trainer, epoch_over=epoch_over) if self._trainer else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""

@@ -47,7 +47,7 @@ class Resumed:
     Attributes:
         progress: Where it goes on, in steps of the present ranks and batch sizes.
         global_step: Optimizer steps taken.
-        metrics: Values of monitored metrics.
+        metrics: Values of ``trainer.callback_metrics``.
         saved: The callback's state; empty if there is none.
         training_began: Lightning has begun to train, or found nothing left to train on.
     """

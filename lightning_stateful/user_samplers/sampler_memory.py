@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from lightning_stateful.contents.code_uses import uses_any_of
 from lightning_stateful.contents.held_state import changed_names
+from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.generator_states import GeneratorState
 from lightning_stateful.sampler_copies.sampler_copy import Path, SamplerParts, digest_of_contents, generators_outside
@@ -57,6 +58,7 @@ class SamplerMemory:
         looked_at: What decided what the sampler yields when a save has last compared that; empty before.
         begins_as: Of one that training changes, or may, digest of its first epoch as it was when the latest began, or
             several that are right for an epoch to be begun again.
+        is_as_tried: Whether nobody has changed the sampler between its trial and its first pass; not of torch's own.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
     """
 
@@ -87,8 +89,7 @@ class SamplerMemory:
         # What it holds, and what decides what it yields beside that, as of the beginning of an epoch.
         self._contents: tuple[str, dict[str, str]] = ("", {})
         self._in_step = CopyInStep()
-        # Whether nobody has changed the sampler between its trial and its first pass.
-        self._is_as_tried = False
+        self.is_as_tried = False
         self._warned: set[str] = set()
         # Whether the next pass, and whether the latest one, is a hook's that looks at batches before an epoch.
         self._looks_next = self._is_look = False
@@ -137,10 +138,14 @@ class SamplerMemory:
         """Whether something else than its passes is known to change the sampler."""
         return "changed" in self._warned
 
-    @property
-    def may_be_changed(self) -> bool:
-        """Whether something else may have changed it by now, or it is one of torch's, whose parameters tell."""
-        return self.is_changed or not self._is_as_tried
+    def note_accepted(self, order: UserSampler, here: Progress, saved: Mapping[str, Any]) -> None:
+        """Warn of an epoch that begins with other items than in the run that ``saved`` is the configuration of."""
+        now = order.config()["sequence"]
+        if now and order.is_trained_on and not here.consumed and saved.get("sequence") not in ("", None, now):
+            self.warn_once(
+                f"{order.name} does not yield its first epoch as it did, as was accepted, so epochs from {here.epoch} "
+                "on may not be those of the run that wrote the checkpoint."
+            )
 
     def note_look(self) -> None:
         """The next pass is begun by a hook before an epoch, and the epoch begins another one."""
@@ -189,7 +194,7 @@ class SamplerMemory:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], known=known)
             self._contents = self._contents if any(self._contents) else contents_of(order, now, known)
             if not self.passes and not order.is_known:
-                self._is_as_tried = now == order.facts.contents
+                self.is_as_tried = now == order.facts.contents
         self.begins_as = begins_as(order, begun, is_changed=self.is_changed)
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
@@ -239,11 +244,8 @@ class SamplerMemory:
         with self._as_tried():
             is_changed = self._is_changed_by_others(order, held)
         if is_changed:
-            found = (
-                "no longer yields what it did before training"
-                if sampler_check.can_be_tried(order)
-                else "may yield other items than before training"
-            )
+            unsure, sure = "may yield other items than before training", "no longer yields what it did before training"
+            found = sure if sampler_check.can_be_tried(order) else unsure
             self.warn_once(
                 f"{order.name} {found}: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. But for weights and buffers of the module no "
@@ -351,7 +353,7 @@ class SamplerMemory:
     def compare_with_check(self, order: UserSampler, at: SamplerPass, index: int, found: str) -> None:
         """Compare the digest of an item of the first pass with what a copy of the sampler yielded before training."""
         expected = order.facts.notes.get(index)
-        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self._is_as_tried
+        is_first = self.passes == [[0, 0, 0]] and self._latest is at and order.is_trained_on and self.is_as_tried
         if index and at.has_states != order.facts.leads_back:
             # Noted in another way.
             return

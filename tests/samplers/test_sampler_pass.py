@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
+from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
 from lightning_stateful.user_samplers import sampler_pass
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -297,10 +298,12 @@ def test_samplers_are_told_the_epoch_from_the_inside_out_but_not_one_that_was_to
 
     inner, outer = Told("a"), Told("outer")
     outer.parts = (inner, {"deep": Told("b")})  # type: ignore[assignment]
-    tell = order_of(outer).memory.tell_epoch
-    tell(outer, None, 3)
+    order = order_of(outer)
+    # It is not to be tried: that would tell copies.
+    vars(order)["facts"] = SamplerFacts()
+    order.memory.tell_epoch(order, 3)
     inner.set_epoch(9)
-    tell(outer, None, 4)
+    order.memory.tell_epoch(order, 4)
 
     assert told == ["a 3", "b 3", "outer 3", "a 9", "b 4", "outer 4"]
 

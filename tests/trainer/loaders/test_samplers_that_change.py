@@ -17,7 +17,14 @@ from harm.laws import judged
 from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import train
 from harm.table import Entry, WithCallback, of
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
@@ -463,6 +470,25 @@ def test_what_a_hook_sets_between_epochs_is_warned_of_in_the_run_and_where_a_res
         again = train(entry, workers=workers, ckpt_path=tmp_path / "end.ckpt")
         assert (again.trained == whole.trained[6 * (epoch + 1) :]) is is_exact
         assert any(text.startswith(on_resume) for text in again.said) != is_exact
+
+
+class TakesOthers(pl.Callback):
+    """Has a sampler of torch's draw from other samples from the second epoch on."""
+
+    def __init__(self, sampler: SubsetRandomSampler) -> None:
+        self.sampler = sampler
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.sampler.indices = range(LENGTH // 2, LENGTH)
+
+
+def test_other_indices_of_a_sampler_that_a_hook_has_set_are_missed_on_a_resume(tmp_path: Path) -> None:
+    half = partial(SubsetRandomSampler, range(LENGTH // 2))
+    entry = Entry(SavedAtEnd(half, TakesOthers, "sampler", tmp_path / "end.ckpt"), "multiset")
+    whole = train(entry)
+    again = train(entry, ckpt_path=tmp_path / "end.ckpt")
+    assert again.trained != whole.trained[len(whole.epoch(0)) :]
+    assert any(text.startswith("SubsetRandomSampler.indices had been changed in training") for text in again.said)
 
 
 class Weighted(Sampler[int]):

@@ -141,7 +141,7 @@ DAMAGES_OF_THE_CALLBACK: list[tuple[Any, type[Exception], str]] = [
     (lambda own: own["progress"].pop("batch"), DamagedStateError, "'batch'"),
     (lambda own: own["progress"].update(epoch=True), DamagedStateError, "'epoch'"),
     (lambda own: own["progress"].update(running=1), DamagedStateError, "'running'"),
-    (lambda own: own.update(monitored={"loss": "low"}), DamagedStateError, "no metrics"),
+    (lambda own: own.update(metrics={"loss": "low"}), DamagedStateError, "no metrics"),
 ]
 
 

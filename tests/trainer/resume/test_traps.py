@@ -97,7 +97,7 @@ def test_7_the_state_is_small_plain_and_the_same_in_both_places(tmp_path: Path) 
     state, own = checkpoint["StatefulDataModule"]["lightning_stateful"], checkpoint["callbacks"]["StatefulDataCallback"]
     assert state == json.loads(json.dumps(state))
     assert state["progress"] == {"epoch": 1, "cycle": 0, "consumed": 4}
-    assert len(json.dumps(state)) + len(json.dumps(own)) < 1200
+    assert len(json.dumps(state)) + len(json.dumps(own)) < 1300
     assert own["data"] is None
 
 
@@ -325,6 +325,22 @@ def test_a_metric_logged_before_the_stop_is_monitored_after_it(tmp_path: Path) -
 
     stopped(tmp_path / "stop.ckpt", run=fit, epoch=2, batch=4)
     assert fit(ckpt_path=tmp_path / "stop.ckpt") == fit() == 2
+
+
+class ScalesByMetric(pl.Callback):
+    """Scales batches by the latest validation loss, which nothing monitors."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        batch["x"] *= 1 if loss is None else 1 + loss
+
+
+def test_a_metric_that_a_hook_reads_and_nothing_monitors_is_what_it_was(tmp_path: Path) -> None:
+    def run(make: Any, *, callbacks: Any = (), **options: Any) -> Any:
+        return training(LedgerModel)(make, callbacks=[ScalesByMetric(), *callbacks], **options)
+
+    moments = [("on_train_batch_end", 1, 10), ("on_train_epoch_end", 1, 0)]
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
 
 
 def test_persistent_workers_end_with_the_training() -> None:
