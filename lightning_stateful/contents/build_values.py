@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -158,6 +158,9 @@ class _Reading:
             of_module = names & variables_in(function.__code__) & function.__globals__.keys()
             held |= {f"{function.__module__}.{name}": function.__globals__[name] for name in of_module}
         for name, value in held.items():
+            if self._of_samples and _is_called(value):
+                # A hook may put another one in its place, or change what it holds.
+                self.variables[name] = value
             if isinstance(value, FunctionType) and is_users(value.__module__):
                 self.follow(value)
             elif isinstance(value, type) and is_users(value.__module__):
@@ -202,6 +205,12 @@ class _Reading:
         function = function_in(value)
         if isinstance(function, FunctionType) and is_users(function.__module__):
             self.follow(function)
+
+
+def _is_called(value: Any) -> bool:
+    """Whether it is a function, a partial, or an object of a user's class that is called like one."""
+    is_function = isinstance(value, (FunctionType, BuiltinFunctionType, partial))
+    return is_function or (callable(value) and not isinstance(value, type) and is_users(type(value).__module__))
 
 
 def _entries(value: Any) -> dict[Any, Any]:

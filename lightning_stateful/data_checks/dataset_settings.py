@@ -6,6 +6,7 @@ reads which builds the loaders.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -249,7 +250,9 @@ class DatasetSettings:
             is_named = any(leaf in names_in(one.__code__) for one in functions if is_users(one.__module__))
             is_variable = name in self._outside[path].variables()
             use = uses_of(of, leaf, is_variable=is_variable, may_be_called=True)
-            self._only_written[path, name] = is_named and not use.uses
+            # Of the code of objects that variables of modules hold nothing is known but that they are called.
+            is_seen = use.counts or not _is_of_module(name)
+            self._only_written[path, name] = is_named and not use.uses and is_seen
         return self._only_written.get((path, name), False)
 
     def _of(self, path: str) -> dict[str, str]:
@@ -261,8 +264,8 @@ class DatasetSettings:
         held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
         found = {**_attributes(loader), **texts(held)}
         # An item of a container is not named beside it.
-        followed = _followed(loader, variables).items()
-        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], found)} | found
+        followed, shown = _followed(loader, variables).items(), {name for name in found if not callable(held.get(name))}
+        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], shown)} | found
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
@@ -333,7 +336,7 @@ class DatasetSettings:
         if path not in self._loaders:
             return "Values that the method reads which builds the training loaders"
         variables = self._outside[path].variables()
-        if all(_is_among(name, variables) for name in names):
+        if all(_is_among(name, variables) or _is_of_module(name) for name in names):
             return "Variables that the code of the dataset reads"
         return f"Attributes of the dataset, a {type(_users_of(self._loaders[path].dataset)[0]).__qualname__},"
 
@@ -429,6 +432,11 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
         held = state.plain() | held
         found |= {f"{prefix}{name}": shortened(text) for name, text in held.items()}
     return found
+
+
+def _is_of_module(name: str) -> bool:
+    """Whether a name begins with that of a module, or of the package that it is in."""
+    return name.partition(".")[0] in sys.modules
 
 
 def _is_among(name: str, variables: Collection[str]) -> bool:

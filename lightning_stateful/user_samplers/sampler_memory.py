@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
@@ -138,10 +138,9 @@ class SamplerMemory:
         """Whether something else than its passes is known to change the sampler."""
         return "changed" in self._warned
 
-    def note_accepted(self, order: UserSampler, here: Progress, saved: Mapping[str, Any]) -> None:
-        """Warn of an epoch that begins with other items than in the run that ``saved`` is the configuration of."""
-        now = order.config()["sequence"]
-        if now and order.is_trained_on and not here.consumed and saved.get("sequence") not in ("", None, now):
+    def note_accepted(self, order: UserSampler, here: Progress, saved: Any, now: Any) -> None:
+        """Warn of an epoch that begins with another sequence than the saved one."""
+        if now and order.is_trained_on and not here.consumed and saved not in ("", None, now):
             self.warn_once(
                 f"{order.name} does not yield its first epoch as it did, as was accepted, so epochs from {here.epoch} "
                 "on may not be those of the run that wrote the checkpoint."

@@ -455,7 +455,7 @@ class WrappedSampler:
 
     def convert(self, progress: Progress, saved: Mapping[str, Any]) -> Progress:
         """The same: items are counted alike under any configuration."""
-        self.memory.note_accepted(self, progress, saved)
+        self.memory.note_accepted(self, progress, saved.get("sequence"), self.config()["sequence"])
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> WrappedSampler:

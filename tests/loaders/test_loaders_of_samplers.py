@@ -355,6 +355,16 @@ def test_a_sampler_that_a_plain_loop_has_set_and_that_is_not_set_again_is_warned
             assert [batch.tolist() for batch in resumed] != rest
 
 
+def test_an_accepted_sequence_is_warned_of_where_an_epoch_begins() -> None:
+    loader = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=Draws()), seed=0)  # type: ignore[arg-type]
+    list(loader)
+    state, other = loader.state_dict(), Draws()
+    other.weights = torch.arange(1.0, 13)
+    data: Any = DataLoader(range(12), batch_size=4, sampler=other)  # type: ignore[arg-type]
+    with pytest.warns(StatefulWarning, match="does not yield its first epoch as it did, as was accepted"):
+        patch_dataloader(data, seed=0, accept=("sequence",)).load_state_dict(state)
+
+
 class ToldByLoops(Sampler[int]):
     """Is told the epoch by the training loop, as torch's DistributedSampler is."""
 

@@ -170,6 +170,37 @@ class Reached(Once):
         return torch.stack(samples) * self.factor
 
 
+class Scales:
+    """Is called by a dataset."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, number: float) -> float:
+        return number * self.factor
+
+
+SCALES, CALLED = Scales(1.0), weak
+
+
+class Calls(Dataset[torch.Tensor]):
+    """Calls an object and a function that variables of the module hold."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), SCALES(CALLED(index + 1.0)))
+
+
+class Called(Once):
+    def __init__(self) -> None:
+        global CALLED
+        super().__init__()
+        CALLED, SCALES.factor = weak, 1.0
+        self.dataset: Any = Calls()
+
+
 class InWorkers(Reached):
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_size=4, shuffle=True, num_workers=1)
@@ -217,6 +248,15 @@ def shared(data: Reached, epoch: int) -> None:
 
 
 Hook = Callable[[Any, int], None]
+
+
+def of_called(data: Pool, epoch: int) -> None:
+    SCALES.factor = 2.0
+
+
+def called(data: Pool, epoch: int) -> None:
+    global CALLED
+    CALLED = strong
 
 
 class Changes(pl.Callback):
@@ -318,6 +358,8 @@ def outcome(
         (".LEVEL was", END, globally, {"after": 1, "batch": -1, "every": 0, "data": Once}),
         (".CONFIG.level was 2.0 and is 1.0", END, of_module, {"after": 0, "every": 0, "data": Reached}),
         (".CONFIG.levels was {'a': 2.0}", END, in_dict_of_module, {"after": 0, "every": 0, "data": Reached}),
+        (".SCALES.factor was 2.0 and is 1.0", END, of_called, {"after": 0, "every": 0, "data": Called}),
+        (".CALLED was strong", END, called, {"after": 0, "every": 0, "data": Called}),
         ("slot was 2.0", END, slot, {"after": 0, "every": 0, "data": Reached}),
         ("model.level was 2.0", END, of_model, {"after": 0, "every": 0, "data": Reached}),
         ("transform was strong", END, function, {"after": 0, "every": 0, "data": Reached}),
@@ -381,6 +423,7 @@ def test_values_that_persistent_workers_do_not_get_are_named_in_the_run_and_on_a
             (END, one, {"after": 0, "every": 0, "data": Reached, "restored_in": "setup"})
             for one in (of_module, lambda_)
         ),
+        *((END, one, {"after": 0, "every": 0, "data": Called, "restored_in": "setup"}) for one in (of_called, called)),
     ],
 )
 def test_what_is_exact_is_not_warned_of(tmp_path: Path, hook: str, change: Hook, how: Any) -> None:
