@@ -417,13 +417,17 @@ def named_outside(value: object) -> dict[str, Any]:
     return {name: read() for name, read in places_outside(value).items()}
 
 
-def places_outside(value: object) -> dict[str, Callable[[], Any]]:
+def places_outside(value: object, *, functions: bool = False) -> dict[str, Callable[[], Any]]:
     """What reads the values outside of an object that the methods of its class, or a function, name, by such names.
 
     These are attributes of its classes, global variables of their modules, variables of functions around them, default
     arguments, and variables of the environment.
     Functions and classes that are named are followed, but for those of installed packages that are not the object's
     own. Of torch's and Lightning's classes nothing is looked at.
+
+    Args:
+        value: The object.
+        functions: Whether functions that functions name are among the values.
     """
     left: list[Any] = [value] if isinstance(value, FunctionType) else list(type(value).__mro__)
     homes = set(map(package_of, left)) - _LIBRARIES
@@ -439,6 +443,8 @@ def places_outside(value: object) -> dict[str, Callable[[], Any]]:
         seen.add(id(part))
         for name, read in _named_by(part):
             named = read()
+            if functions and isinstance(named, FunctionType) and isinstance(part, FunctionType):
+                found[name] = read
             if isinstance(named, (type, FunctionType, staticmethod, classmethod, property)):
                 left.append(named)
             elif isinstance(named, ModuleType):

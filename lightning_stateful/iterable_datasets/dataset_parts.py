@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
+from lightning_stateful.contents.build_values import text_of_function
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.generators.attributes import (
     PLAIN,
@@ -155,19 +156,30 @@ def digests_as_built(dataset: Any) -> dict[str, str]:
 
 
 def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """As :func:`attributes_in`, and variables outside of the dataset that code of the user's in it names, once each."""
+    """As :func:`attributes_in`, and variables outside of the dataset that code of the user's in it names, once each.
+
+    Of objects of the user's in such variables it is what they hold, and of functions a text that tells them apart.
+    """
     names = set()
     for name, value in attributes_in(dataset):
         names.add(name)
         yield name, value
-    outside = ((name, read()) for name, read in places_of_outside(dataset).items() if name not in names)
-    yield from ((name, value) for name, value in outside if type(value) in OF_DATA)
+    places = places_of_outside(dataset, functions=True)
+    outside = ((name, read()) for name, read in places.items() if name not in names)
+    for name, value in outside:
+        if isinstance(value, FunctionType):
+            yield name, text_of_function(value)
+        elif type(value) in OF_DATA:
+            yield name, value
+        elif _is_users_object(value):
+            held = ((f"{name}.{attribute}", one) for attribute, one in dict(vars(value)).items())
+            yield from (item for item in held if type(item[1]) in OF_DATA)
 
 
-def places_of_outside(dataset: Any) -> dict[str, Callable[[], Any]]:
+def places_of_outside(dataset: Any, *, functions: bool = False) -> dict[str, Callable[[], Any]]:
     """What reads the variables outside of a dataset that code of the user's in it names, by their names."""
     parts = (part for part in parts_of(dataset) if is_users(type(part).__module__))
-    return {name: read for part in parts for name, read in places_outside(part).items()}
+    return {name: read for part in parts for name, read in places_outside(part, functions=functions).items()}
 
 
 def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:

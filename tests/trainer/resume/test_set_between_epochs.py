@@ -368,14 +368,77 @@ class InVariable(OfVariable, Scaled):
         return (number + 100 * LEVELS["level"] for number in range(2 * ALONE))
 
 
+class Settings:
+    """Settings of a project."""
+
+    level = 0.0
+
+
+SETTINGS = Settings()
+SETTINGS.level = 0.0
+
+
+class InSettings(Scaled):
+    """Reads the level from an object that a variable of the module holds."""
+
+    def __init__(self) -> None:
+        SETTINGS.level = 0.0
+
+    @property
+    def level(self) -> float:  # type: ignore[override]
+        return SETTINGS.level
+
+    @level.setter
+    def level(self, level: float) -> None:
+        SETTINGS.level = level
+
+    def __iter__(self) -> Iterator[Any]:
+        return (number + 100 * SETTINGS.level for number in range(2 * ALONE))
+
+
+def add_nothing(number: float) -> float:
+    return number
+
+
+def add_hundred(number: float) -> float:
+    return number + 100
+
+
+ADD = add_nothing
+
+
+class InFunction(Scaled):
+    """Calls a function that a variable of the module holds."""
+
+    def __init__(self) -> None:
+        self.level = 0.0
+
+    @property
+    def level(self) -> float:  # type: ignore[override]
+        return float(ADD is add_hundred)
+
+    @level.setter
+    def level(self, level: float) -> None:
+        global ADD
+        ADD = add_hundred if level else add_nothing
+
+    def __iter__(self) -> Iterator[Any]:
+        return (ADD(number) for number in range(2 * ALONE))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_variable_that_a_hook_sets_between_two_epochs_is_named(tmp_path: Path, workers: int) -> None:
-    how: dict[str, Any] = {"kind": InVariable, "is_beside": False, "adds": True, "workers": workers}
+@pytest.mark.parametrize(
+    ("kind", "name"), [(InVariable, "LEVELS"), (InSettings, "SETTINGS.level"), (InFunction, "ADD")]
+)
+def test_a_variable_that_a_hook_sets_between_two_epochs_is_named(
+    tmp_path: Path, kind: Any, name: str, workers: int
+) -> None:
+    how: dict[str, Any] = {"kind": kind, "is_beside": False, "adds": True, "workers": workers}
     whole, said = fit(tmp_path, "on_train_epoch_end", **how)
-    assert any("LEVELS was changed between two epochs by something else" in one for one in said)
+    assert any(f"{name} was changed between two epochs by something else" in one for one in said)
     resumed, said = fit(tmp_path, "on_train_epoch_end", **how, epoch=1)
     assert resumed != whole[2 * ALONE :]
-    assert any("LEVELS was set between two epochs in the run that wrote" in one for one in said)
+    assert any(f"{name} was set between two epochs in the run that wrote" in one for one in said)
 
 
 class SetsVariable(pl.Callback):
