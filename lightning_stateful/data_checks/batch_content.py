@@ -159,9 +159,13 @@ class BatchContent:
         # A batch that was read before the data were changed is no longer what is read in its place.
         content = {path: of for path, of in self.latest.items() if self._is_as_noted(path, of)}
         build = {} if self._build is None else self._build()
-        noted = {"content": deepcopy(content), "first_batches": self.streams.state()}
-        noted["first_changes"] = deepcopy(self._first_changes)
-        return {**noted, "dataset_settings": self.settings.state(), "build": build}
+        return {
+            "content": deepcopy(content),
+            "first_batches": self.streams.state(),
+            "first_changes": deepcopy(self._first_changes),
+            "dataset_settings": self.settings.state(),
+            "build": build,
+        }
 
     def _is_as_noted(self, path: str, noted: Mapping[str, Any]) -> bool:
         if path not in self._loaders or not _hands_on(self._loaders[path]):
@@ -197,7 +201,7 @@ class BatchContent:
         self.streams.expect(trainer, {} if is_changed else saved.get("first_batches", {}), accept)
         if not (content or self.is_map_style):
             return None
-        self._first_changes = {} if is_changed else deepcopy(dict(saved.get("first_changes", {})))
+        self._first_changes = {} if is_changed else dict(saved.get("first_changes", {}))
         content = content if isinstance(content, Mapping) else {}
         self.latest = {path: dict(of) for path, of in content.items()}
         self._is_over = self._begins_epoch = epoch < 0

@@ -91,10 +91,10 @@ class SettingsOfRank:
                 # Of what has changed on rank 0 too that warns.
                 alone = {name: value for name, value in changed[path].items() if name not in first[path]}
                 warn_of_left(path, {**states[path], "changed": alone}, now, False)
-            present, held = _without_rank(now), _without_rank(changed[path])
+            held = _without_rank(changed[path])
             # What was restored before the loaders were built is in their configuration.
-            built = {name: value for name, value in changed[path].items() if holds(config, name, value)}
-            present |= {name: held[name] for name in built.keys() - present.keys()}
+            present = {name: held[name] for name, value in changed[path].items() if holds(config, name, value)}
+            present |= _without_rank(now)
             names |= {_SAID.get(name, name): present.get(name) != value for name, value in held.items()}
         of_first, *_ = gathered(names)
         if lost := sorted(name for name, is_other in names.items() if is_other and of_first.get(name) is False):

@@ -340,8 +340,11 @@ def warn_unless_restored(
         The names of the attributes of data among them.
     """
     # Of the indices of subsets others speak, but not of those of samplers.
-    of_subsets = [name for name in saved if name.endswith(".indices") and not name.startswith("sampler.")]
-    saved = {name: value for name, value in saved.items() if name not in of_subsets}
+    saved = {
+        name: value
+        for name, value in saved.items()
+        if name.startswith("sampler.") or name.rpartition(".")[2] != "indices"
+    }
     others = [name for name in saved if not (value_at(config, name) is None or holds(config, name, saved[name]))]
     left = [name for name in others if name not in restored]
     if any(name.startswith(PATH) for name in left):

@@ -117,7 +117,7 @@ class SamplerFacts:
         )
 
     def limits(self, accept: Collection[str], is_in_trainer: bool) -> dict[str, str]:
-        """What behind its name says why a resume may not be exact, by what it is about.
+        """Why a resume may not be exact: texts that follow the sampler's name, by the name of each warning.
 
         Args:
             accept: Names of what the user takes.

@@ -80,6 +80,5 @@ class _Told:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, under the randomness of that epoch, if it may be told once more as its pass begins."""
-        if self._order.facts.adds_up:
-            return
-        self._order.iterated().tell(epoch, by=self._sampler.set_epoch)
+        if not self._order.facts.adds_up:
+            self._order.iterated().tell(epoch, by=self._sampler.set_epoch)

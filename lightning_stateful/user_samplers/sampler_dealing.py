@@ -56,7 +56,8 @@ def deal(order: UserSampler, num_replicas: int, rank: int, *, is_given: bool = F
     facts, draws = order.facts, draws_of(order, rank)
     knows = is_given_ranks(order.sampler) or facts.asks
     alone = _prove(order, num_replicas, rank) if knows else None
-    if draws is not None and "held" in draws.kinds and not (order.is_wrapped or is_given):
+    is_dealt = order.is_wrapped or is_given or order.memory.is_in_trainer
+    if draws is not None and "held" in draws.kinds and not is_dealt:
         # In plain loops torch deals nothing out, and one that is seeded by rank knows it by that.
         knows = True
     draws = draws if knows and alone is None else None

@@ -184,8 +184,9 @@ class SamplerMemory:
                 "so it may not be exact from here on. Look at batches of a loader of its own.",
                 once="aside",
             )
-        for once, what in order.facts.limits(order.accept, self.is_in_trainer).items() if order.is_trained_on else ():
-            self.warn_once(f"{order.name} {what}", once=once)
+        if order.is_trained_on:
+            for once, what in order.facts.limits(order.accept, self.is_in_trainer).items():
+                self.warn_once(f"{order.name} {what}", once=once)
         self._drop_left(order, *begun.label)
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:

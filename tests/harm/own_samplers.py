@@ -181,6 +181,22 @@ class ShufflesInPlace(Sized):
         return iter(list(self.indices))
 
 
+class ShufflesWhenTold(Sampler[int]):
+    """Shuffles what the call of ``set_epoch`` before has left, by a seed of the epoch."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.order = list(range(length))
+
+    def set_epoch(self, epoch: int) -> None:
+        random.Random(epoch + 5).shuffle(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self.order))
+
+
 class StoresItsPlan(Sampler[list[int]]):
     """Plans an epoch's batches when ``__iter__`` is called and keeps the plan, which ``len`` is taken of."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harm.own_samplers import ShufflesWhenTold
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from support.samplers import LENGTH, LOADERS, BatchesWithoutLen, ByTheClock, GlobalRandom
@@ -435,24 +436,11 @@ def test_one_that_shuffles_what_it_was_left_with_whenever_it_is_told_is_warned_o
 
 @pytest.mark.filterwarnings("ignore:.*follows from how often its set_epoch was called")
 def test_one_that_adds_up_what_a_plain_loop_tells_it_is_told_once() -> None:
-    class AddsUp(Sampler[int]):
-        def __init__(self) -> None:
-            self.order = list(range(12))
-
-        def set_epoch(self, epoch: int) -> None:
-            random.Random(epoch).shuffle(self.order)
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(list(self.order))
-
-        def __len__(self) -> int:
-            return 12
-
-    sampler, expected = AddsUp(), list[list[int]]()
+    sampler, expected = ShufflesWhenTold(12), list[list[int]]()
     for epoch in range(4):
         sampler.set_epoch(epoch)
         expected += [batch.tolist() for batch in DataLoader(range(12), batch_size=4, sampler=sampler)]  # type: ignore[arg-type]
-    assert looped(AddsUp())[0] == expected
+    assert looped(ShufflesWhenTold(12))[0] == expected
 
 
 def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has_made() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader, permutation
 from harm.laws import judged
-from harm.own_samplers import CountsAtEnd, Shuffled
+from harm.own_samplers import CountsAtEnd, Shuffled, ShufflesWhenTold
 from harm.runs import train
 from harm.table import Entry, WithCallback, of
 from torch.utils.data import (
@@ -530,22 +530,6 @@ def test_a_change_that_builds_on_the_one_before_is_warned_of(tmp_path: Path, epo
     found = any("a hook has then changed it to what it was in an earlier epoch" in text for text in again.said)
     assert found is builds
     assert any("was changed between two epochs by something else" in text for text in whole.said)
-
-
-class ShufflesWhenTold(Sampler[int]):
-    """Shuffles what the call of ``set_epoch`` before has left, by a seed of the epoch."""
-
-    def __init__(self) -> None:
-        self.order = list(range(LENGTH))
-
-    def set_epoch(self, epoch: int) -> None:
-        random.Random(epoch + 5).shuffle(self.order)
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self.order))
 
 
 @pytest.mark.parametrize("after", [None, 6, 12])

@@ -371,11 +371,11 @@ class InVariable(OfVariable, Scaled):
 class Settings:
     """Settings of a project."""
 
-    level = 0.0
+    def __init__(self) -> None:
+        self.level = 0.0
 
 
 SETTINGS = Settings()
-SETTINGS.level = 0.0
 
 
 class InSettings(Scaled):
