@@ -174,7 +174,8 @@ class Batch(NamedTuple):
 class LedgerFile:
     """Writes the file of a rank and start.
 
-    Records are collected for at most a second, or 64 KiB, and at :meth:`flush`.
+    Records are collected for at most a second, or 64 KiB, and at :meth:`flush`. The handler of a signal may raise in
+    any method, as that of torch does for a worker that has died: every record is in the file once or not at all.
 
     Args:
         path: The file, which must not exist.
@@ -188,7 +189,8 @@ class LedgerFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._numbers = {name: number for number, name in enumerate(header.loaders)}
         self._file = path.open("xb", buffering=0)
-        self._held = bytearray(json.dumps({"version": VERSION, **asdict(header)}).encode() + b"\n")
+        # What comes next in the file, and where in it that begins.
+        self._held, self._begins = json.dumps({"version": VERSION, **asdict(header)}).encode() + b"\n", 0
         self._flushed = 0.0
         # The time that the batches so far add up to, so that nothing is lost by rounding.
         self._units = 0
@@ -212,20 +214,24 @@ class LedgerFile:
         self._hold(record)
 
     def take_back(self, batch: Batch) -> None:
-        """Note that the batch that was added last was not trained on."""
+        """Note that the batch that was added last, if it was this one, was not trained on."""
         self._hold(_BATCH.pack(batch.epoch, batch.batch, _TAKEN_BACK))
 
     def _hold(self, record: bytes | bytearray) -> None:
-        self._held += _FRAME.pack(len(record), zlib.crc32(record))
-        self._held += record
+        self._held += _FRAME.pack(len(record), zlib.crc32(record)) + record
         if len(self._held) > _MOST_HELD or time.monotonic() - self._flushed > _MOST_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Hand all records to the operating system, so that they outlive this process."""
         self._flushed = time.monotonic()
-        while self._held:
-            del self._held[: self._file.write(self._held)]
+        while True:
+            # The file alone knows what was written where a handler has raised behind a write.
+            at = self._file.tell()
+            self._held, self._begins = self._held[at - self._begins :], at
+            if not self._held:
+                return
+            self._file.write(self._held)
 
     def close(self) -> None:
         """Flush and close."""
@@ -297,7 +303,8 @@ def read_file(path: Path) -> tuple[FileHeader, list[Batch], int]:
             break
         try:
             if record[_BATCH.size - 1] == _TAKEN_BACK:
-                batches.pop()
+                if batches and batches[-1][:2] == _BATCH.unpack(record)[:2]:
+                    batches.pop()
                 at += _FRAME.size + size
                 continue
             batch = _decoded(record, paths)

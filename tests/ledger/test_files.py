@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.handlers import HandlerError, handler_raises_at
 
 from lightning_stateful.errors import DamagedStateError, StateVersionError
-from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, read_file
+from lightning_stateful.ledger import Batch, FileHeader, LedgerFile, Part, files, read_file
 from lightning_stateful.ledger.files import as_items
 
 HEADER = FileHeader(
@@ -64,6 +66,37 @@ def test_of_a_file_that_breaks_off_anywhere_the_whole_batches_are_read(path: Pat
         lengths.append((len(batches), left))
     assert [number for number, left in lengths if not left] == [0, 1, 2, 3, 4]
     assert sorted(lengths) == lengths
+
+
+def test_a_signal_that_raises_at_any_instruction_leaves_every_batch_once(tmp_path: Path) -> None:
+    first, second = ((batch.epoch, batch.batch) for batch in BATCHES[:2])
+    for number in itertools.count():
+        file, error = LedgerFile(path := tmp_path / f"{number}.ledger", HEADER), None
+        file.add(BATCHES[0])
+        try:
+            with handler_raises_at(number, files):
+                file.add(BATCHES[1])
+                file.flush()
+                file.take_back(BATCHES[1])
+                file.flush()
+        except HandlerError as raised:
+            error = raised
+        file.close()
+        _, batches, left = read_file(path)
+        found = [(batch.epoch, batch.batch) for batch in batches]
+        assert left == 0, error
+        assert found == [first] or (error and found == [first, second]), error
+        if error is None:
+            break
+    assert number > 100
+
+
+def test_a_batch_that_was_not_added_takes_no_other_back(path: Path) -> None:
+    file = LedgerFile(path.with_name("another.ledger"), HEADER)
+    file.add(BATCHES[0])
+    file.take_back(BATCHES[1])
+    file.close()
+    assert [plain(batch) for batch in read_file(path.with_name("another.ledger"))[1]] == [plain(BATCHES[0])]
 
 
 def test_reading_ends_at_a_byte_that_has_changed(path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import pytest
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.ddp_runs import chain_of, on_ranks
+from support.handlers import HandlerError, raising_at
 from support.ledger import LedgerModel, Numbers, batches, trained
 from support.ranks import Ranks, start, start_ranks
 from support.runs import Moment, SaveAt, SaveOnException, StopAt, numbers_module, quiet_trainer, stopped, train
@@ -29,6 +32,7 @@ from lightning_stateful import StatefulDataCallback
 from lightning_stateful.audit import read_ledger
 from lightning_stateful.errors import ConfigurationError, ShardError, StatefulWarning
 from lightning_stateful.ledger.over_time import waiting_of
+from lightning_stateful.trainer import ledger as trainer_ledger
 
 NUM = 22
 
@@ -298,6 +302,44 @@ def test_a_checkpoint_of_a_start_that_failed_before_its_first_batch_leads_to_the
     assert len(found.starts) == 2
     assert found.findings() == []
     assert found.items(0) == Counter(EVERY_SAMPLE)
+
+
+class RaisesWithin(pl.Callback):
+    """The handler of a signal raises before a line of what writes a ledger, in the fourth batch of an epoch."""
+
+    def __init__(self, number: int, hook: str) -> None:
+        self.number, self.hook = number, hook
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.begin("on_train_batch_start", batch_idx)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.begin("on_train_batch_end", batch_idx)
+
+    def begin(self, hook: str, batch: int) -> None:
+        # Until another hook than that of this batch is called.
+        sys.settrace(raising_at(self.number, trainer_ledger, "line") if (hook, batch) == (self.hook, 3) else None)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_an_error_of_a_signal_within_a_hook_leaves_all_that_its_checkpoint_holds(tmp_path: Path, hook: str) -> None:
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        callbacks = [RaisesWithin(number, hook), SaveOnException(folder / "a.ckpt")]
+        try:
+            train(callbacks=[callbacks[0], StatefulDataCallback(ledger=folder / "ledger"), callbacks[1]], max_epochs=1)
+        except HandlerError as error:
+            where = str(error)
+        else:
+            break
+        finally:
+            sys.settrace(None)
+        writing(folder)(ckpt_path=folder / "a.ckpt", max_epochs=1)
+        found = read_ledger(folder / "ledger")
+        assert found.findings() == [], where
+        assert found.items(0) == Counter(range(NUM)), where
+    assert number > 10
 
 
 def on_a_full_disk(folder: str) -> None:
