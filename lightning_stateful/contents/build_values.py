@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stateful.generators.attributes import (
@@ -32,6 +33,8 @@ _OF_CLASS, _OF_OBJECT = ("__init__", "__post_init__"), ("__call__", "__getitem__
 _OF_SAMPLES = ("__getitem__", "__getitems__", "__call__")
 # Packages of Python's own whose objects hold settings.
 _HOLDERS = ("types", "argparse")
+# Functions of Python, torch and NumPy.
+_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, np.ufunc)
 # Functions of a list that are looked at.
 _MOST_IN_LIST = 64
 
@@ -110,6 +113,8 @@ def text_of_function(value: Any, depth: int = 0) -> str:
         inner = [*closure_of(value).items(), *enumerate(value.__defaults__ or ())]
         of = [_digest_of(value.__code__), *(f"{name}={_text_of_argument(part, depth)}" for name, part in inner)]
         return f"{value.__name__} {hex_digest(repr(of).encode(errors='surrogatepass'), size=4)}"
+    if isinstance(value, _BUILT_IN):
+        return str(value.__name__)
     return type(value).__qualname__ if callable(value) else ""
 
 
@@ -139,6 +144,7 @@ class _Reading:
         self.variables: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self._seen: set[Any] = set()
+        self._functions: dict[type, dict[str, list[FunctionType]]] = {}
 
     def follow(self, function: FunctionType) -> None:
         """Note what a function names, and follow the user's functions and classes among it."""
@@ -188,8 +194,10 @@ class _Reading:
             return
         if not isinstance(value, dict):
             called = ("__len__",) if isinstance(value, Dataset) and not self._of_samples else _OF_OBJECT
-            for name in (*sorted(self.names), *(called if depth else ())):
-                for function in _functions_of(type(value), name):
+            if (functions := self._functions.get(type(value))) is None:
+                functions = self._functions[type(value)] = _functions_in(type(value))
+            for name in sorted(functions.keys() & {*self.names, *(called if depth else ())}):
+                for function in functions[name]:
                     self.follow(function)
         held: Mapping[Any, Any] = value if type(value) is dict else {**attributes_of(value), **_entries(value)}
         for name in sorted(self.names & held.keys()):
@@ -218,15 +226,21 @@ def _entries(value: Any) -> dict[Any, Any]:
     return dict(dict.items(value)) if isinstance(value, dict) else {}
 
 
-def _functions_of(kind: type, name: str) -> Iterator[FunctionType]:
+def _functions_of(kind: type, name: str) -> list[FunctionType]:
     """The functions of a class and its bases by a name, those of properties too; of Lightning's classes ``hparams``."""
+    return _functions_in(kind).get(name, [])
+
+
+def _functions_in(kind: type) -> dict[str, list[FunctionType]]:
+    """By name what :func:`_functions_of` gives."""
+    found: dict[str, list[FunctionType]] = {}
     for base in kind.__mro__:
-        if (package_of(base) in LIGHTNINGS and name != "hparams") or package_of(base) in ("torch", "builtins"):
-            continue
-        part = vars(base).get(name)
-        part = getattr(part, "__func__", getattr(part, "fget", part))
-        if isinstance(part, FunctionType):
-            yield part
+        package = package_of(base)
+        for name, part in vars(base).items() if package not in ("torch", "builtins") else ():
+            function = getattr(part, "__func__", getattr(part, "fget", part))
+            if isinstance(function, FunctionType) and (package not in LIGHTNINGS or name == "hparams"):
+                found.setdefault(name, []).append(function)
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date, time, timedelta
+from enum import Enum
+from pathlib import PurePath
+from re import Pattern
 from typing import Any
 
 import numpy as np
@@ -12,9 +17,11 @@ import torch
 
 from lightning_stateful.contents.build_values import text_of_function
 from lightning_stateful.contents.held_state import SHARED, shared_numbers
-from lightning_stateful.generators.attributes import can_be_read, text_of_plain
+from lightning_stateful.generators.attributes import can_be_read, is_users, package_of, text_of_plain
 from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 
+# Begins the text of an object of which nothing is told but its class.
+OBJECT = "a "
 # Characters of a text.
 _MOST_CHARACTERS = 40
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
@@ -22,27 +29,51 @@ _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
 _SIZE = 6
 _DEFAULTS = (bool, int, float, str)
+_DATES = (date, time, timedelta)
+_BY_REPR = (type(None), complex, bytes, slice, Enum, Pattern, *_DATES, torch.dtype, torch.device, np.dtype)
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Plain values, and containers and arrays of such, as texts or digests; paths and all else are left out."""
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        is_plain = isinstance(value, (*_DEFAULTS, np.generic)) and not (isinstance(value, str) and "/" in value)
-        if text := text_of_plain(value) if is_plain else container_as_text(value) or text_of_function(value):
-            found[name] = shortened(text)
-    return found
+    """Texts of values as :func:`text_of` gives them, those of long ones as digests; what has none is left out."""
+    return {name: shortened(text) for name, value in values.items() if (text := text_of(value))}
 
 
-def container_as_text(value: Any) -> str:
-    """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
+def text_of(value: Any) -> str:
+    """A text that tells a value from others, in another process too; empty where there is none.
+
+    Of paths that is their last part, as folders are others on another machine. Of a user's object it is its class, of
+    tables and large arrays a digest. No property or method of a user's class is called.
+    """
     # What cannot be read is left alone: a container whose methods raise, an integer that is too long to be written.
     with suppress(Exception):
-        return _text_of(value)
+        if isinstance(value, PurePath) or (type(value) is str and "/" in value):
+            return repr(PurePath(value).name)
+        if isinstance(value, (*_DEFAULTS, np.generic)):
+            return text_of_plain(value)
+        if isinstance(value, _BY_REPR):
+            return repr(value)
+        if isinstance(value, type):
+            return f"class {value.__qualname__}"
+        if text := _text_of_container(value) or _text_of_table(value):
+            return text
+        name, function = type(value).__qualname__, text_of_function(value)
+        is_object = function == name or (not function and is_users(type(value).__module__))
+        return f"{OBJECT}{name}" if is_object else function
     return ""
 
 
-def _text_of(value: Any) -> str:
+def _text_of_table(value: Any) -> str:
+    """Text of a table of pandas, or of Hugging Face datasets."""
+    pandas: Any = sys.modules.get("pandas")
+    if pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index)):
+        hashes = pandas.util.hash_pandas_object(value.take(spread(len(value), _MOST_VALUES)))
+        return f"{len(value)} rows, {hex_digest(hashes.to_numpy().tobytes(), size=_SIZE)}"
+    is_library = package_of(type(value)) == "datasets" and "_fingerprint" in vars(value)
+    return f"{value.num_rows} rows, {value._fingerprint}" if is_library else ""
+
+
+def _text_of_container(value: Any) -> str:
+    """A container of plain values, an array or a tensor as text; empty for anything else, and for large arrays."""
     for held in shared_numbers(value):
         held = held[:_MOST_BYTES] if isinstance(held, list) else held
         return f"{held!r}{SHARED}" if _is_plain([held]) else ""

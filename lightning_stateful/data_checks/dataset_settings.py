@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset
 from lightning_stateful.contents.build_values import values_read_by, values_samples_follow
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names
-from lightning_stateful.contents.value_texts import container_as_text, shortened, texts
+from lightning_stateful.contents.value_texts import OBJECT, shortened, texts
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import is_users, names_in, reached
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
@@ -28,6 +28,7 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.user_loaders import users_loader
 
 # Attributes in a checkpoint, and bytes of a digest.
 _MOST_ATTRIBUTES, _SIZE = 16, 6
@@ -264,8 +265,11 @@ class DatasetSettings:
         held = {name: value for name, (of, value) in variables.items() if of not in own or type(value) not in _DEFAULTS}
         found = {**_attributes(loader), **texts(held)}
         # An item of a container is not named beside it.
-        followed, shown = _followed(loader, variables).items(), {name for name in found if not callable(held.get(name))}
-        return {name: text for name, text in followed if not _is_among(name.rpartition(".")[0], shown)} | found
+        shown = {name for name, text in found.items() if not (callable(held.get(name)) or text.startswith(OBJECT))}
+        followed = _followed(loader, variables)
+        followed = {name: text for name, text in followed.items() if not _is_among(name.rpartition(".")[0], shown)}
+        # One that a hook gives to the user's loader is that of the next pass.
+        return followed | found | texts({"collate_fn": vars(users_loader(loader)).get("collate_fn")})
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
@@ -428,9 +432,8 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
         owners["collate_fn."] = loader.collate_fn
     for prefix, owner in owners.items():
         state = HeldState(owner, containers=False)
-        held = {name: text for name, value in state.attributes() if (text := container_as_text(value))}
-        held = state.plain() | held
-        found |= {f"{prefix}{name}": shortened(text) for name, text in held.items()}
+        held = {name: shortened(text) for name, text in state.plain().items()} | texts(dict(state.attributes()))
+        found |= {f"{prefix}{name}": text for name, text in held.items()}
     return found
 
 
