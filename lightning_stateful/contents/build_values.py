@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -18,6 +19,7 @@ from lightning_stateful.generators.attributes import (
     closure_of,
     function_in,
     is_users,
+    named_in_environment,
     package_of,
     text_of_plain,
     variables_in,
@@ -42,8 +44,8 @@ _MOST_IN_LIST = 64
 def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     """The values that a method reads, or that functions read which it calls, as far as their code names them.
 
-    These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions and of
-    the user's modules. Functions that it holds (``self.make(self)``) are followed as well. Left out is what objects of
+    These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions, of
+    the user's modules and of the environment. Functions that it holds (``self.make(self)``) are followed as well. Left out is what objects of
     torch, of this package and of Lightning hold, as a Trainer does. An attribute that is only counted up
     (``self.calls += 1``) is not read. No property or method is called.
 
@@ -163,6 +165,7 @@ class _Reading:
                 held |= {f"{of.__name__}.{name}": vars(of)[name] for name in names & vars(of).keys()}
             of_module = names & variables_in(function.__code__) & function.__globals__.keys()
             held |= {f"{function.__module__}.{name}": function.__globals__[name] for name in of_module}
+            held |= {f"os.environ[{name!r}]": os.environ.get(name, "") for name in named_in_environment(function)}
         for name, value in held.items():
             if self._of_samples and _is_called(value):
                 # A hook may put another one in its place, or change what it holds.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -201,6 +202,32 @@ class Called(Once):
         self.dataset: Any = Calls()
 
 
+SIZE: Any = None
+
+
+class FromOutside(Pool):
+    """Builds loaders by a variable of this module and by one of the environment, neither of which is set at first."""
+
+    def __init__(self) -> None:
+        global SIZE
+        super().__init__()
+        SIZE = None
+        os.environ.pop("POOL_SIZE", None)
+
+    def train_dataloader(self) -> Any:
+        size = 8 + (SIZE or 0) + int(os.environ.get("POOL_SIZE", "0")) + int(os.getenv("POOL_SIZE") or 0)
+        return DataLoader(Subset(self.dataset, range(size)), batch_size=4, shuffle=True)
+
+
+def of_variable(data: Pool, epoch: int) -> None:
+    global SIZE
+    SIZE = 4
+
+
+def of_environment(data: Pool, epoch: int) -> None:
+    os.environ["POOL_SIZE"] = "4"
+
+
 class InWorkers(Reached):
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_size=4, shuffle=True, num_workers=1)
@@ -360,6 +387,8 @@ def outcome(
         (".CONFIG.levels was {'a': 2.0}", END, in_dict_of_module, {"after": 0, "every": 0, "data": Reached}),
         (".SCALES.factor was 2.0 and is 1.0", END, of_called, {"after": 0, "every": 0, "data": Called}),
         (".CALLED was strong", END, called, {"after": 0, "every": 0, "data": Called}),
+        (".SIZE was 4 and is None", END, of_variable, {"after": 0, "data": FromOutside}),
+        ("os.environ['POOL_SIZE'] was '4' and is ''", END, of_environment, {"after": 0, "data": FromOutside}),
         ("slot was 2.0", END, slot, {"after": 0, "every": 0, "data": Reached}),
         ("model.level was 2.0", END, of_model, {"after": 0, "every": 0, "data": Reached}),
         ("transform was strong", END, function, {"after": 0, "every": 0, "data": Reached}),
