@@ -44,10 +44,10 @@ _MOST_IN_LIST = 64
 def values_read_by(owner: Any, method: str) -> dict[str, Any]:
     """The values that a method reads, or that functions read which it calls, as far as their code names them.
 
-    These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions, of
-    the user's modules and of the environment. Functions that it holds (``self.make(self)``) are followed as well. Left out is what objects of
-    torch, of this package and of Lightning hold, as a Trainer does. An attribute that is only counted up
-    (``self.calls += 1``) is not read. No property or method is called.
+    These are attributes of the owner and of objects that it holds, entries of dicts, and variables of functions, of the
+    user's modules and of the environment. Functions that it holds (``self.make(self)``) are followed as well. Left out
+    is what objects of torch, of this package and of Lightning hold, as a Trainer does. An attribute that is only
+    counted up (``self.calls += 1``) is not read. No property or method is called.
 
     Args:
         owner: The object, a data module say.

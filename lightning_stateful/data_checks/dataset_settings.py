@@ -158,6 +158,9 @@ class DatasetSettings:
                 self._warn(of, now)
                 for name in filter(partial(self._may_be_set, of), changed_names(self._built[of], now)):
                     self._first[of].setdefault(name, now.get(name, ""))
+                if loader is not None and self._first[path]:
+                    # A checkpoint has what set_epoch of the dataset has set.
+                    loader.told = None
                 if of == BUILD or loader is None or not (_keeps_workers(loader) and loader._iterator is not None):
                     self._at_begin[of] = now
                 else:

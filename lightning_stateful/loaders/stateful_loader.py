@@ -179,12 +179,12 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         self.is_for_trainer = False
         # Whether the ranks have compared what they have; a Trainer's do before they train.
         self._is_compared = False
-        self._told = None if settings.exact else ToldEpochs([loader.dataset])
+        # None also where a checkpoint has what set_epoch of the dataset has set.
+        self.told = None if settings.exact else ToldEpochs([loader.dataset])
         self._reader: BatchReader | None = None
         self.seed, self.path, self.seed_samples = settings.seed, settings.path, settings.seed_samples
         self._own_seed = loader_seed(settings.seed, settings.path)
-        self._trains = not settings.exact
-        self._keeps_indices = False
+        self._trains, self._keeps_indices = not settings.exact, False
         if (settings.num_replicas, settings.rank) != (None, None):
             description = description._replace(num_replicas=settings.num_replicas, rank=settings.rank)
         # Without the path: from it, the same loader is built for another one.
@@ -193,7 +193,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         if isinstance(order, WrappedSampler):
             ranks = detect_topology(description.num_replicas, description.rank)
             order.meet(ranks.num_replicas, ranks.rank, is_given=description.num_replicas is not None)
-            self._told = None if order.facts.hands_epoch_on else self._told
+            self.told = None if order.facts.hands_epoch_on else self.told
         original = loader._original if isinstance(loader, StatefulLoader) else loader
         self._holder = holder or getattr(loader, "_holder", None) if isinstance(loader, StatefulLoader) else holder
         is_own = self._holder is not None or not (iterates_as_torch(original) or is_torchdatas(original))
@@ -355,8 +355,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         refuse_other_length(self.order, self._length, self.dataset)
         if first_step >= plan.num_steps:
             return iter(())
-        if self._told is not None:
-            self._told.warn([self.dataset])
+        if self.told is not None:
+            self.told.warn([self.dataset])
         self._cuts.compare()
         if isinstance(self.order, WrappedSampler):
             self.order.hand_epoch_on(plan.epoch)

@@ -491,3 +491,25 @@ def test_the_environment_and_default_arguments_that_a_hook_sets_are_named(
     whole = fit(resumed=False)
     with pytest.warns(StatefulWarning, match=re.escape(named)):
         assert fit(resumed=True) != whole[BATCHES + 4 :]
+
+
+class Follows(Levels):
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+
+def test_nothing_is_said_of_a_dataset_that_a_hook_tells_each_epoch_as_it_begins(tmp_path: Path) -> None:
+    class Tells(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+            trainer.train_dataloader.dataset.set_epoch(trainer.current_epoch)
+
+    def run(path: Path | None = None) -> list[list[float]]:
+        noted = Stages(None, lambda dataset, level: None, restores=False)
+        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        trainer = quiet_trainer(Tells(), noted, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=True)
+        trainer.fit(BoringModel(), DataLoader(Follows(), batch_size=2, shuffle=True), ckpt_path=path)
+        return noted.trained
+
+    whole = run()
+    for epoch in range(2):
+        assert run(tmp_path / f"epoch={epoch}.ckpt") == whole[BATCHES * (epoch + 1) :]
