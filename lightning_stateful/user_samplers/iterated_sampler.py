@@ -384,6 +384,7 @@ class ToldEpochs:
     def __init__(self, holders: Sequence[Any]) -> None:
         self.others: set[int] = set()
         self._epoch, self._held, self._has_warned = 0, [_held_by(holder) for holder in holders], False
+        self._digests = [_digests_of(holder) for holder in holders]
 
     def tell(self, holders: Sequence[Any], epoch: int, *, once: bool = False) -> None:
         """Call ``set_epoch`` of the objects, in their order, but of those that somebody else has told another epoch.
@@ -395,10 +396,11 @@ class ToldEpochs:
         """
         self.others = self._told_another(holders, (epoch, self._epoch))
         for place, holder in enumerate(holders):
-            is_told = once and self._held[place : place + 1] != [_held_by(holder)]
+            is_told = once and self._digests[place : place + 1] != [_digests_of(holder)]
             if not is_told and place not in self.others and callable(getattr(holder, "set_epoch", None)):
                 holder.set_epoch(epoch)
         self._epoch, self._held = epoch, [_held_by(holder) for holder in holders]
+        self._digests = [_digests_of(holder) for holder in holders] if once else self._digests
 
     def note_told(self, holders: Sequence[Any], epoch: int) -> None:
         """Take what objects hold as told by nobody else, but of those that somebody else has told another epoch."""
@@ -476,4 +478,11 @@ def _held_by(holder: Any) -> dict[str, Any]:
         return {}
     if getattr(holder, "epoch", None) is not None:
         return {"epoch": holder.epoch}
+    return _digests_of(holder)
+
+
+def _digests_of(holder: Any) -> dict[str, Any]:
+    """Digests of all attributes of an object with ``set_epoch``."""
+    if not callable(getattr(holder, "set_epoch", None)):
+        return {}
     return {name: digest_of_contents({name: value}) for name, value in attributes_of(holder).items()}

@@ -434,13 +434,24 @@ def test_one_that_shuffles_what_it_was_left_with_whenever_it_is_told_is_warned_o
         looped(ToldByLoops(shuffle), state=state)
 
 
+class NotesTheEpoch(ShufflesWhenTold):
+    """Has the epoch in an attribute of the usual name, 0 before it is told any."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+
 @pytest.mark.filterwarnings("ignore:.*follows from how often its set_epoch was called")
-def test_one_that_adds_up_what_a_plain_loop_tells_it_is_told_once() -> None:
-    sampler, expected = ShufflesWhenTold(12), list[list[int]]()
+@pytest.mark.parametrize("kind", [ShufflesWhenTold, NotesTheEpoch])
+def test_one_that_adds_up_what_a_plain_loop_tells_it_is_told_once(kind: Any) -> None:
+    sampler, expected = kind(12), list[list[int]]()
     for epoch in range(4):
         sampler.set_epoch(epoch)
         expected += [batch.tolist() for batch in DataLoader(range(12), batch_size=4, sampler=sampler)]  # type: ignore[arg-type]
-    assert looped(ShufflesWhenTold(12))[0] == expected
+    assert looped(kind(12))[0] == expected
 
 
 def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has_made() -> None:
