@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, surroundings_of
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD
+from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, STATE_STRIDE
 
 
 class PassesHere(list[list[int]]):
@@ -37,12 +37,25 @@ class LeftIterator:
                 self._held.clear()
 
 
-def begin_pass(iterated: IteratedSampler, passed: Sequence[int]) -> LeftIterator:
-    """Iterate a pass: its epoch, its cycle, and its items, or -1 for one to the end."""
+def begin_pass(order: UserSampler, iterated: IteratedSampler, passed: Sequence[int]) -> LeftIterator:
+    """Iterate a pass as the run has: its epoch, its cycle, and its items, or -1 for one to the end.
+
+    Where the run noted the sampler's own state on the way, which seeds it anew, the state is asked for again.
+    """
     epoch, cycle, items = passed
     drawn = iterated.begin(epoch, cycle)
-    with iterated.entered():
-        deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+    if order.resume_mode != "own_state":
+        with iterated.entered():
+            deque(drawn if items < 0 else islice(drawn, items), maxlen=0)
+        return LeftIterator(iterated, drawn)
+    for number in count(0, STATE_STRIDE):
+        if number:
+            iterated.state(epoch, cycle, number)
+        wanted = STATE_STRIDE if items < 0 else min(items - number, STATE_STRIDE)
+        with iterated.entered():
+            came = sum(1 for _ in islice(drawn, wanted))
+        if came < STATE_STRIDE or number + came == items:
+            break
     return LeftIterator(iterated, drawn)
 
 
@@ -77,11 +90,11 @@ class CopyInStep:
                 self._copied = order.iterating(SamplerCopy(facts.fresh, order.dataset).sampler, asked=asked), []
             copied, gone = self._copied
             while len(gone) < len(passes) - 1:
-                begin_pass(copied, passes[len(gone)]).drop()
+                begin_pass(order, copied, passes[len(gone)]).drop()
                 gone.append(passes[len(gone)])
             latest = order.iterating(SamplerCopy(copied.sampler, order.dataset).sampler, asked=asked)
             if passes:
-                begin_pass(latest, passes[-1]).drop()
+                begin_pass(order, latest, passes[-1]).drop()
             with latest.entered():
                 found = of(latest.sampler)
             if found == value:

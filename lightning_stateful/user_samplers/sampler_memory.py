@@ -447,7 +447,7 @@ class SamplerMemory:
     def _begin(self, order: UserSampler, passes: list[list[int]]) -> None:
         for passed in passes:
             self._drop_left(order, *passed[:2])
-            self._left = begin_pass(order.iterated(), passed)
+            self._left = begin_pass(order, order.iterated(), passed)
             self._append(passed, False)
             if not self._tells_first(order):
                 self._left.drop()
