@@ -368,7 +368,7 @@ class BatchContent:
                     _say_moved(name, moved)
                 return None
             try:
-                read = loader.read_twice(_plan_of(loader, saved), saved["rank"])
+                read = loader.read_twice(_plan_of(loader, saved), saved["rank"], saved["batch"][1])
             except StatefulWarning:
                 raise
             except Exception as error:

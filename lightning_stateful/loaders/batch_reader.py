@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 import weakref
 from collections import deque
@@ -12,8 +13,11 @@ from itertools import count
 from operator import getitem
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.worker import _generate_state
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.contents.collate_watch import CollateWatch
 from lightning_stateful.contents.held_state import HeldState
@@ -76,6 +80,7 @@ class BatchReader:
         dataset: The user's dataset.
         seed: Seeds the reading of samples; None to leave random generators alone.
         options: Attributes of the loader, see :func:`options_of`.
+        own_seed: Seeds worker processes as they start.
         is_batched: Whether batches are collated.
         original: A copy of the user's own loader, to be read with so that its class, attributes and further options
             stay in force.
@@ -95,6 +100,7 @@ class BatchReader:
         seed: int | None,
         options: dict[str, Any],
         *,
+        own_seed: int,
         is_batched: bool,
         original: DataLoader[Any],
         watch: Watch | None = None,
@@ -103,7 +109,7 @@ class BatchReader:
         passes: OwnPasses | None = None,
         users: Any = None,
     ) -> None:
-        self.options = options
+        self.options, self._own_seed = options, own_seed
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched, passes=passes, watch=watch)
         # Of the batch that was given last.
@@ -133,9 +139,10 @@ class BatchReader:
             **sampler,
         )
         self._watch, self._has_warned, self._has_begun = watch, False, False
-        if passes is not None and type(original)._get_iterator is DataLoader._get_iterator:
-            shown = _shown_samplers(of_users, batches, cuts_samples=passes.cuts_samples)
-            vars(original).update(shown, _get_iterator=partial(_begun, weakref.ref(original), sampler, watch))
+        if type(original)._get_iterator is DataLoader._get_iterator:
+            if passes is not None:
+                vars(original).update(_shown_samplers(of_users, batches, cuts_samples=passes.cuts_samples))
+            vars(original)["_get_iterator"] = partial(_begun, weakref.ref(original), sampler, watch)
         self._users = users
         self._given_by = original if holder is None else loader_within(*holder, original)
         is_plain = users is None or type(users) is DataLoader
@@ -156,8 +163,13 @@ class BatchReader:
         if self._batches.asked is None:
             self._batches.asked = deque()
 
-    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int) -> list[Any] | None:
+    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int, number: int) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
+
+        Args:
+            plan: The plan.
+            rank: The rank.
+            number: The number of the batch in its epoch, by which its worker is known.
 
         Returns:
             The batches, as an ``__iter__`` of the user's is given them; None where too much is held to be put back.
@@ -181,11 +193,17 @@ class BatchReader:
                 if own:
                     vars(collate.__self__).update(own)
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
-        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
+        seed = self._seed_of_workers(rank, plan.epoch)
+        stands_for = partial(_stand_for, number % loader.num_workers, loader.num_workers, seed, loader.worker_init_fn)
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": stands_for}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
         how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
         with keep_randomness():
             return list(DataLoader(dataset, generator=torch.Generator(), **how))
+
+    def _seed_of_workers(self, rank: int, epoch: int) -> int:
+        # Those that persist keep what they draw as they start, and a resume starts them in any epoch.
+        return derive_seed("workers", self._own_seed, rank, 0 if self.options["persistent_workers"] else epoch)
 
     @property
     def _is_own(self) -> bool:
@@ -206,7 +224,14 @@ class BatchReader:
             vars(batches).update(before)
 
     def read(
-        self, plan: EpochPlan, rank: int, first_step: int, base_seed: int, *, isolated: bool, looks_ahead: bool = False
+        self,
+        plan: EpochPlan,
+        rank: int,
+        first_step: int,
+        *,
+        isolated: bool,
+        looks_ahead: bool = False,
+        steps_before: int = 0,
     ) -> Iterator[Any]:
         """Read the batches of ``rank`` from a step of a plan to its end.
 
@@ -214,11 +239,11 @@ class BatchReader:
             plan: The plan.
             rank: The rank.
             first_step: The first step.
-            base_seed: Seeds torch's workers.
             isolated: Restore the process's random generators after a batch that is read in this process. False if the
                 caller seeds them then anyway.
             looks_ahead: See before the last batch whether a loader with an ``__iter__`` of its own gives more than it
                 says; a Trainer never asks it.
+            steps_before: Steps of the epoch before the plan, which tell whose turn it is among the workers.
 
         Yields:
             Collated batches; a :class:`FailedBatch` for one that cannot be read, behind which it goes on as torch does.
@@ -234,10 +259,10 @@ class BatchReader:
         left_out = 0
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
-        batches.begin(plan, rank, 0 if left_out else first_step)
+        batches.begin(plan, rank, 0 if left_out else first_step, steps_before)
         self._held.begin()
         if is_own or loader.num_workers or loader.pin_memory:
-            fetch = self._fetch_by_torch(plan, first_step, left_out, base_seed, isolated)
+            fetch = self._fetch_by_torch(plan, rank, first_step, left_out, isolated)
         else:
             collate, watch = loader.collate_fn, self._collate_watch
             if watch is not None and not watch.is_over:
@@ -249,12 +274,12 @@ class BatchReader:
             yield from self._read_planned(fetch, plan, first_step)
 
     def _fetch_by_torch(
-        self, plan: EpochPlan, first_step: int, left_out: int, base_seed: int, isolated: bool
+        self, plan: EpochPlan, rank: int, first_step: int, left_out: int, isolated: bool
     ) -> Callable[[], Any]:
         """A function that takes the next batch of the loader, or of what holds it; it is iterated from now on."""
         batches, loader, is_own = self._batches, self.loader, self._is_own
         # torch draws a base seed for its workers here; not from the generator that the model uses.
-        self._generator.manual_seed(base_seed)
+        self._generator.manual_seed(self._seed_of_workers(rank, plan.epoch))
         if self._watch is not None:
             holders = (self._given_by, *([loader] if self._given_by is not loader else []))
             is_rest = isinstance(plan, OwnPlan) and (plan.is_rest or (first_step > 0 and not left_out))
@@ -428,13 +453,45 @@ def _shown_samplers(users: tuple[Any, Any], batches: PlannedBatches, *, cuts_sam
     return {**parts, "batch_sampler": ShownSampler(batch_sampler, batches.indices, batches.__len__, **parts)}
 
 
+def _stand_for(number: int, num_workers: int, seed: int, begin: Callable[[int], object] | None, _: int) -> None:
+    """Begin a worker that is alone as one of several, under the seeds that it has in torch."""
+    info = get_worker_info()
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed)).item())
+    for name, value in {"id": number, "num_workers": num_workers, "seed": base_seed + number}.items():
+        # torch guards them.
+        object.__setattr__(info, name, value)
+    random.seed(base_seed + number)
+    torch.manual_seed(base_seed + number)
+    np.random.seed(_generate_state(base_seed, number))  # type: ignore[no-untyped-call]
+    if begin is not None:
+        begin(number)
+
+
+class _WorkersInTurn(_MultiProcessingDataLoaderIter):
+    """torch's iterator, which goes on within an epoch with the worker whose turn it is: samples may follow from it."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._passed_over = self._index_sampler.first_in_epoch % self._num_workers
+        super()._reset(loader, first_iter)
+
+    def _try_put_index(self) -> None:
+        while self._passed_over:
+            self._passed_over -= 1
+            next(self._worker_queue_idx_cycle)
+        super()._try_put_index()
+
+
 def _begun(reference: Any, samplers: dict[str, Any], watch: Watch | None) -> Any:
     """Begin torch's iterator of a loader, over seeded batches; what shows the user plain indices is put back."""
     held = vars(reference())
     shown = {name: held[name] for name in samplers}
     held.update(samplers)
     try:
-        iterator = DataLoader._get_iterator(reference())
+        if reference().num_workers:
+            reference().check_worker_number_rationality()
+            iterator: Any = _WorkersInTurn(reference())
+        else:
+            iterator = DataLoader._get_iterator(reference())
     finally:
         held.update(shown)
     return iterator if watch is None else watch.count(iterator)

@@ -160,6 +160,18 @@ def known_steps(plan: EpochPlan | None) -> int:
     return plan.num_steps
 
 
+def steps_before(order: BatchOrder, plan: EpochPlan, num_replicas: int) -> int:
+    """Steps of its epoch before a plan, if they were taken on as many ranks; 0 where their number is not known."""
+    begun = (plan.plan if isinstance(plan, OwnPlan) else plan).progress_after(0)
+    if not begun.consumed:
+        return 0
+    if isinstance(order, WrappedSampler):
+        return order.rule(num_replicas).num_steps(begun.consumed)
+    whole = order.plan(plan.epoch, num_replicas, Progress(epoch=plan.epoch, cycle=begun.cycle))
+    is_known = max(whole.num_steps, plan.num_steps) < UNKNOWN
+    return max(whole.num_steps - plan.num_steps, 0) if is_known else 0
+
+
 class OwnPasses:
     """Plans the passes that a user's ``__iter__`` begins within an epoch: over batches, or over a sampler by hand.
 
@@ -244,13 +256,19 @@ class PlannedBatches:
         # Numbers and indices of batches of the pass that were asked for and not given yet; None to keep none.
         self.asked: deque[Any] | None = None
         self.plan: EpochPlan
-        self.rank = self.first_step = self._num_passes = 0
+        self.rank = self.first_step = self._num_passes = self._steps_before = 0
 
-    def begin(self, plan: EpochPlan, rank: int, first_step: int = 0) -> None:
-        """Serve the batches of a rank, from a step of a plan on."""
+    def begin(self, plan: EpochPlan, rank: int, first_step: int = 0, steps_before: int = 0) -> None:
+        """Serve the batches of a rank, from a step of a plan on, before which there were others in the epoch."""
         self.plan, self.rank, self.first_step, self._num_passes = plan, rank, first_step, 0
+        self._steps_before = steps_before
         if self.asked is not None:
             self.asked = deque()
+
+    @property
+    def first_in_epoch(self) -> int:
+        """The number in the epoch of the batch that the next pass begins with."""
+        return 0 if self._num_passes else self._steps_before + self.first_step
 
     def __iter__(self) -> Iterator[Any]:
         self.error = None

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
 from lightning_stateful.core.samples import SampleBatchOrder, ShuffledOrder
-from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.generators.rng import seed_or_default
@@ -30,7 +30,7 @@ from lightning_stateful.loaders.description import (
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.planned_batches import ChosenBatch, OwnPasses, known_steps
+from lightning_stateful.loaders.planned_batches import ChosenBatch, OwnPasses, known_steps, steps_before
 from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
@@ -362,9 +362,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
             self.order.hand_epoch_on(plan.epoch)
         options = options_of(self)
         reader = self._reader_with(options)
-        rank = self.topology.rank
-        base_seed = derive_seed("workers", self._own_seed, rank, plan.epoch, plan.progress_after(first_step).consumed)
-        return reader.read(plan, rank, first_step, base_seed, isolated=isolated, looks_ahead=looks_ahead)
+        ranks, how = self.topology, {"isolated": isolated, "looks_ahead": looks_ahead}
+        before = steps_before(self.order, plan, ranks.num_replicas) if self.num_workers else 0
+        return reader.read(plan, ranks.rank, first_step, steps_before=before, **how)
 
     def keep_indices(self) -> None:
         """From the next pass on keep the indices of the batch that was given last."""
@@ -380,16 +380,16 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """The number of that batch, by which it is seeded."""
         return 0 if self._reader is None else self._reader.number
 
-    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int) -> list[Any] | None:
-        """Read twice the first batch of a plan, without moving the loader; None where it cannot be read so."""
-        return self._reader_with(options_of(self)).read_twice(plan, rank)
+    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int, number: int) -> list[Any] | None:
+        """Read twice the first batch of a plan, of a number in its epoch, and move nothing; None where that fails."""
+        return self._reader_with(options_of(self)).read_twice(plan, rank, number)
 
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
         if self._reader is None or not self._reader.reads_by(options):
             seed = self._own_seed if self.seed_samples else None
             how: dict[str, Any] = {"is_batched": self.batch_sampler is not None, "original": self._original}
             how |= {"watch": self._watch, "holder": self._holder, "watches_collate": self._trains}
-            how |= {"users": self._users}
+            how |= {"users": self._users, "own_seed": self._own_seed}
             self._reader = BatchReader(self.dataset, seed, options, **how, passes=self._passes)
         if self._keeps_indices:
             self._reader.keep_indices()
