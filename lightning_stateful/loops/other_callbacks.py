@@ -136,17 +136,18 @@ def refuse_finders(trainer: pl.Trainer) -> None:
         )
 
 
-def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False) -> dict[str, float]:
+def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bool = False) -> dict[str, float]:
     """The latest values that ``trainer.callback_metrics`` has, which schedulers monitor and callbacks read.
 
     Args:
         trainer: The trainer.
         epoch_over: The epoch's end hooks run, in which its averages are known. Those that would take a collective,
             which a state may not, are left out.
+        is_step: A batch has just been trained on, whatever Lightning does now.
     """
     known = dict(trainer._logger_connector._callback_metrics)
     results: Any = trainer.fit_loop.epoch_loop._results
-    if trainer.training:
+    if trainer.training or is_step:
         # What this step has logged: read, not computed.
         known.update(results.metrics(True)["callback"])
     unsynced = [one for _, one in results.valid_items() if trainer.world_size > 1 and _needs_other_ranks(one)]
@@ -171,9 +172,11 @@ def monitors(trainer: pl.Trainer) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float], *, are_newer: bool = False) -> None:
     """Put saved values where callbacks and schedulers look, unless there are newer ones."""
     known = trainer._logger_connector._callback_metrics
+    for name in metrics if are_newer else ():
+        known.pop(name, None)
     for name, value in metrics.items():
         single = torch.tensor(value, dtype=torch.float32)
         exact = single if float(single) == value or value != value else torch.tensor(value, dtype=torch.float64)

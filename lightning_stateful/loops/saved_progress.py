@@ -65,6 +65,7 @@ _OF_RANK = {
     "waits?": {str: [object]},
     "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
     "remembered?": {str: str},
+    "latest?": {str: float},
     "set_by_hooks?": {"settings": _SETTINGS, "changed": {str: object}},
 }
 # The parts of the callback's state beside the progress and what is compared.
@@ -74,7 +75,7 @@ _PARTS = {
     "seeds": {str: int},
     "trainable": (COUNT, str),
     "epoch_begun": [bool],
-    "flags": (str, bool),
+    "flags": Either((str, bool), (str, bool, str)),
     "passing": {str: str},
     "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
@@ -90,6 +91,7 @@ _PARTS = {
             "parted?": [COUNT],
             "apart?": [COUNT],
             "hooks?": [str],
+            "ended?": {str: float},
         },
     ),
     "tokens": Either(None, {"epoch": EPOCH, "before": {str: object}, "after?": {str: object}}),

@@ -1,7 +1,9 @@
 """Epochs that end before all their batches, by ``max_steps`` say: Lightning calls the hooks of their end all the same.
 
 It calls them again where the rest of the epoch has been trained on. What counts in them has then counted the epoch
-twice: EarlyStopping is given back what it held before; what else has changed is named.
+twice: EarlyStopping is given back what it held before, and logged values are those of before; what else has changed is
+named. So it is with the validation that Lightning runs where a run is told to stop within an epoch, by ``max_time``
+say.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -18,18 +20,37 @@ from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer, pl
 from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
-from lightning_stateful.loops.other_callbacks import callbacks_of
-from lightning_stateful.loops.saved_progress import CALLBACK_KEY
-from lightning_stateful.module_state import later_hooks
+from lightning_stateful.loops.other_callbacks import callbacks_of, logged_metrics
+from lightning_stateful.loops.saved_progress import CALLBACK_KEY, LoopProgress
+from lightning_stateful.module_state import later_hooks, manual_steps
+from lightning_stateful.module_state.optimizer_steps import settings_of_optimizers
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 from lightning_stateful.shapes import DAMAGED
 
 # The hook that is called twice.
 _HOOK = "on_train_epoch_end"
-# Ours, kept with the loop: states of EarlyStopping callbacks; and what tells whether others, and the module, change.
-_HELD = "_held_at_cut"
+_HOOKS = (_HOOK, "on_validation_start", "on_validation_epoch_end", "on_validation_end")
+# Ours, kept with the loop: what was there before; and where a validation was run only because the run is to stop.
+_HELD, _STOPS = "_held_at_cut", "_stops_by_validation"
+_SCHEDULERS, _SETTINGS = "learning rate schedulers", "settings of optimizers, such as learning rates,"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _BeforeEnd(NamedTuple):
+    """What there was before the end of an epoch that was cut.
+
+    Attributes:
+        at: Epoch and number of the batch that would have come next.
+        stops: States of EarlyStopping callbacks.
+        digests: What tells whether others, and the module, change.
+        metrics: The latest logged values.
+    """
+
+    at: tuple[int, int]
+    stops: dict[str, Any]
+    digests: dict[str, tuple[str, str]]
+    metrics: dict[str, float]
 
 
 def watch(trainer: pl.Trainer) -> None:
@@ -46,14 +67,45 @@ def _run_epoch(trainer: pl.Trainer) -> None:
     """In place of Lightning's method, which runs all batches of an epoch."""
     type(trainer.fit_loop).advance(trainer.fit_loop)
     later_hooks.compare(trainer)
-    forget_end(trainer)
-    progress = read_progress(trainer)
+    progress, at = read_progress(trainer), next_step(trainer, begun=True)
     if progress.running and not progress.ended:
-        stops = {one.state_key: _plain_state(one) for one in callbacks_of(trainer) if isinstance(one, EarlyStopping)}
-        plain = {key: state for key, state in stops.items() if state}
         kept: Any = trainer.fit_loop.epoch_loop
-        vars(kept)[CUT_AT] = next_step(trainer, begun=True), trainer.should_stop
-        vars(kept)[_HELD] = plain, _digests(trainer, plain)
+        vars(kept)[CUT_AT] = at, trainer.should_stop
+        if not stops_by_validation(trainer, at):
+            _note(trainer)
+    else:
+        forget_end(trainer)
+
+
+def note_validation(trainer: pl.Trainer) -> None:
+    """A validation is about to begin: remember what callbacks hold, if it is run only because the run is to stop."""
+    if trainer.sanity_checking or not trainer.should_stop:
+        return
+    kept: Any = trainer.fit_loop.epoch_loop
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    trainer.should_stop = False
+    try:
+        is_due = kept._should_check_val_fx(fetcher)
+    finally:
+        trainer.should_stop = True
+    if not is_due:
+        _note(trainer)
+        vars(kept)[_STOPS] = next_step(trainer, begun=True)
+
+
+def stops_by_validation(trainer: pl.Trainer, at: tuple[int, int]) -> bool:
+    """Whether such a validation was run behind a batch: at epoch and number of the one that would have come next."""
+    return vars(trainer.fit_loop.epoch_loop).get(_STOPS) == at
+
+
+def _note(trainer: pl.Trainer) -> None:
+    stops = {one.state_key: _plain_state(one) for one in callbacks_of(trainer) if isinstance(one, EarlyStopping)}
+    plain = {key: state for key, state in stops.items() if state}
+    metrics = logged_metrics(trainer, is_step=True)
+    held = _BeforeEnd(next_step(trainer, begun=True), plain, _digests(trainer, plain), metrics)
+    kept: Any = trainer.fit_loop.epoch_loop
+    vars(kept)[_HELD] = held
+    manual_steps.note_cut(trainer)
 
 
 def is_cut(trainer: pl.Trainer) -> bool:
@@ -64,8 +116,18 @@ def is_cut(trainer: pl.Trainer) -> bool:
 def forget_end(trainer: pl.Trainer) -> None:
     """Forget the end of an epoch, as a further batch begins."""
     kept: Any = trainer.fit_loop.epoch_loop
-    for name in (CUT_AT, _HELD):
+    for name in (CUT_AT, _HELD, _STOPS):
         vars(kept).pop(name, None)
+
+
+def metrics_at(trainer: pl.Trainer | None, progress: LoopProgress) -> dict[str, float]:
+    """The values that ``trainer.callback_metrics`` has where a run goes on: within an epoch that was cut, of before."""
+    if trainer is None:
+        return {}
+    held: _BeforeEnd | None = vars(trainer.fit_loop.epoch_loop).get(_HELD)
+    if held is not None and progress.running and held.at[0] == progress.epoch:
+        return dict(held.metrics)
+    return logged_metrics(trainer, epoch_over=progress.plateau == "epoch")
 
 
 def state_of_cut(trainer: pl.Trainer, epoch: int | None = None) -> dict[str, Any]:
@@ -79,12 +141,14 @@ def state_of_cut(trainer: pl.Trainer, epoch: int | None = None) -> dict[str, Any
         ``"held"``: by callback what it held before the end. ``"changed"``: what else that end has changed. Empty where
         the epoch was not cut.
     """
-    held = vars(trainer.fit_loop.epoch_loop)
-    if _HELD not in held or epoch not in (None, held[CUT_AT][0][0]):
+    held: _BeforeEnd | None = vars(trainer.fit_loop.epoch_loop).get(_HELD)
+    if held is None or epoch not in (None, held.at[0]):
         return {}
-    (plain, before), now = held[_HELD], _digests(trainer, held[_HELD][0])
-    changed = sorted({name for key, (name, digest) in now.items() if before.get(key) != (name, digest)})
-    return {name: part for name, part in {"held": plain, "changed": changed}.items() if part}
+    before, now = held.digests, _digests(trainer, held.stops)
+    names = {name for key, (name, digest) in now.items() if before.get(key) != (name, digest)}
+    # Schedulers that have stepped have set learning rates.
+    changed = sorted(names - {_SETTINGS} if _SCHEDULERS in names else names)
+    return {name: part for name, part in {"held": held.stops, "changed": changed}.items() if part}
 
 
 def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
@@ -107,7 +171,7 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
     if changed := cut.get("changed"):
         rank_zero_warn(
             f"The epoch that goes on was cut, by max_steps say, and Lightning has called {_HOOK} for it, as it will "
-            f"once more at its end. In that hook, or behind it, {' and '.join(changed)} changed: what is counted "
+            f"once more at its end. In that hook, or around it, {' and '.join(changed)} changed: what is counted "
             "there, or follows from what was there before, is so twice, and then the resume is not exact. Resume from "
             "a checkpoint that was saved in on_train_batch_end, as ModelCheckpoint(every_n_train_steps=...) does.",
             category=StatefulWarning,
@@ -115,19 +179,20 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
 
 
 def _digests(trainer: pl.Trainer, known: Collection[str]) -> dict[str, tuple[str, str]]:
-    """By key, name and digest of what a callback with that hook saves, but of known ones; of weights; of schedulers."""
+    """By key, name and digest: what callbacks with those hooks save, but for known ones; weights; optimizers."""
     found: dict[str, tuple[str, str]] = {}
     for callback in callbacks_of(trainer):
         kind = type(callback)
         is_other = not isinstance(callback, (Checkpoint, Timer)) and callback.state_key not in {*known, CALLBACK_KEY}
-        if is_other and getattr(kind, _HOOK) is not getattr(pl.Callback, _HOOK):
+        if is_other and any(getattr(kind, hook) is not getattr(pl.Callback, hook) for hook in _HOOKS):
             # What cannot be had is not compared.
             with suppress(Exception):
                 digest = hex_digest(*bytes_of(callback.state_dict()), size=6)
                 found[callback.state_key] = kind.__qualname__, digest
     module, schedulers = trainer.lightning_module, [config.scheduler for config in trainer.lr_scheduler_configs]
     steps = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
-    found["schedulers"] = "learning rate schedulers", repr(steps)
+    found["schedulers"] = _SCHEDULERS, repr(steps)
+    found["optimizers"] = _SETTINGS, repr(settings_of_optimizers(trainer))
     if not trainer.strategy.restore_checkpoint_after_setup:
         # Else they are sharded.
         with suppress(Exception):

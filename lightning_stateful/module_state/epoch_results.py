@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import next_step, read_progress
-from lightning_stateful.loops.other_callbacks import monitors
+from lightning_stateful.loops.other_callbacks import monitors, restore_metrics
 from lightning_stateful.loops.rank_waits import go_on_waiting, waits_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state import cut_epochs
@@ -147,6 +147,8 @@ class EpochResults:
             "weights": self._buffers.digest_of_weights(trainer),
             "remembered": changed(trainer, "remembered"),
             "set_by_hooks": dict(set_by_hooks),
+            "latest": cut_epochs.metrics_at(trainer, progress) if trainer.world_size > 1 else {},
+            "ended": self._ended(trainer, progress),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
         # The same epoch and batch are reached in several hooks.
@@ -156,16 +158,21 @@ class EpochResults:
         ranks, apart = _of_all_ranks(trainer, at, own, self._num_taken)
         digests = [None if part is None else part.pop("buffers", "") for part in ranks]
         weights = [None if part is None else part.pop("weights", "") for part in ranks]
-        found: dict[str, list[Any]] = {
+        found: dict[str, Any] = {
             "buffers": self._buffers.of_ranks(trainer, digests),
             "parted": self._buffers.parted(trainer, weights),
             "hooks": self._buffers.hooks,
             "apart": self._buffers.apart(apart, progress),
         }
-        of_first = ranks[0].get("set_by_hooks", {}) if ranks[0] else {}
-        for part in filter(None, ranks):
-            if part.get("set_by_hooks", {}) == of_first:
-                part.pop("set_by_hooks", None)
+        ended = [None if part is None else part.pop("ended", {}) for part in ranks]
+        if all(ended):
+            found["ended"] = _values_of(_joined([part for part in ended if part]))
+        for name in ("set_by_hooks", "latest"):
+            # What is as on rank 0, or there in any case.
+            of_first = ranks[0].get(name, {}) if ranks[0] else {}
+            for rank, part in enumerate(ranks):
+                if part is not None and (part.get(name, {}) == of_first or (name == "latest" and not rank)):
+                    part.pop(name, None)
         found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
         is_empty = all(part is not None and not any(part.values()) for part in ranks)
         return {} if is_empty and not found else {"ranks": ranks, **found}
@@ -181,8 +188,21 @@ class EpochResults:
         metrics = {name: plain(name, *state) for name, state in sums.metrics.items()}
         return {"logged": logged, "metrics": metrics, "groups": self._metrics.groups(trainer)}
 
+    def _ended(self, trainer: pl.Trainer, progress: LoopProgress) -> Parts:
+        """Sums of this rank, of an epoch at its end, whose averages Lightning takes over all ranks."""
+        if trainer.world_size == 1 or progress.plateau != "epoch":
+            return {}
+        unsynced = [(key, one) for key, one in self._logged(trainer).items() if one.is_tensor and one.meta.sync.should]
+        return {
+            key: _described(one, one.value, getattr(one, "cumulated_batch_size", None))
+            for key, one in unsynced
+            if one._computed is None
+        }
+
     def _sums_at(self, trainer: pl.Trainer, progress: LoopProgress) -> _Sums:
         at = progress.epoch, progress.batch
+        if progress.running and cut_epochs.stops_by_validation(trainer, at) and self._at_validation[0] == at:
+            return self._at_validation[1]
         if progress.running and self._at_end is not None and self._at_end[0] == at:
             return self._at_end[1]
         if progress.running and self._at_batch[0] == at and not progress.ended:
@@ -230,6 +250,7 @@ class EpochResults:
         parts = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
+        restore_metrics(trainer, state.get("ended", {}))
         put_back(trainer, state.get("buffers", []))
         warn_of_parted(state.get("parted", []), state.get("hooks", []), state.get("apart", []))
         known = [part for part in parts if part is not None]
@@ -237,6 +258,7 @@ class EpochResults:
         if not is_moved:
             own = parts[trainer.global_rank] or {"logged": {}, "metrics": {}}
             self._pending = dict(own["logged"])
+            restore_metrics(trainer, own.get("latest", {}), are_newer=True)
             self._metrics.put_back(trainer, own["metrics"], own.get("groups", {}))
             self.generators.put_back(trainer, own.get("generators", {}))
         elif trainer.global_rank == 0:
@@ -415,6 +437,16 @@ def _add_part(metric: Any, part: Mapping[str, Any], *, is_empty: bool = False) -
     metric.value = value if is_empty else _reduced(part["reduce"], metric.value, value)
     if part["count"] is not None:
         metric.cumulated_batch_size = metric.cumulated_batch_size + part["count"]
+
+
+def _values_of(parts: Parts) -> dict[str, float]:
+    """What Lightning would compute of sums over all ranks, under the names that it gives them."""
+    found: dict[str, float] = {}
+    for part in parts.values():
+        name = f"{part['name']}_epoch" if part["on_step"] and part["on_epoch"] else part["name"]
+        value = _value(part)
+        found[name] = float(value if part["count"] is None else value / part["count"])
+    return found
 
 
 def _value(part: Mapping[str, Any]) -> torch.Tensor:

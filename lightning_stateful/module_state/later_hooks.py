@@ -19,11 +19,13 @@ from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, pl
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.other_callbacks import acts_before, callbacks_of
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
+from lightning_stateful.module_state.optimizer_steps import settings_of_optimizers
 
 _BATCH_END, _VALIDATION_END, _EPOCH_END = "on_train_batch_end", "on_validation_end", "on_train_epoch_end"
 # Kept with the loop.
 _LATER = "_later_hooks"
 _MOST_NAMED = 8
+_SCHEDULER, _SETTINGS = "lr_scheduler ", "learning rates or other settings of optimizers"
 
 
 class _Later:
@@ -98,6 +100,9 @@ def compare(trainer: pl.Trainer, before: str = "") -> None:
         return
     now = _signs(trainer, hook)
     names = [name for name, sign in signs.items() if now.get(name) != sign][:_MOST_NAMED]
+    if any(name.startswith(_SCHEDULER) for name in names):
+        # It has set them.
+        names = [name for name in names if name != _SETTINGS]
     if names:
         known.found[hook] = names
         epoch, batch = next_step(trainer, begun=True)
@@ -151,7 +156,10 @@ def _signs(trainer: pl.Trainer, hook: str) -> dict[str, Any]:
         return found
     for number, config in enumerate(trainer.lr_scheduler_configs):
         if not config.reduce_on_plateau:
-            found[f"lr_scheduler {number}"] = getattr(config.scheduler, "last_epoch", None)
+            found[f"{_SCHEDULER}{number}"] = getattr(config.scheduler, "last_epoch", None)
+    if not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        # Those step behind a validation, and set learning rates.
+        found[_SETTINGS] = settings_of_optimizers(trainer)
     return found
 
 

@@ -15,8 +15,10 @@ from lightning_stateful.loops.loop_progress import next_step
 
 # A tensor's count of changes, by which autograd tells that one was changed in place.
 NUM_CHANGES = "_version"
-# Kept with the loop: handles of hooks, and what was noted.
-_HOOKS, _STEPS = "_manual_hooks", "_manual_steps"
+# Kept with the loop: handles of hooks, what was noted, and what is inexact where an epoch was cut.
+_HOOKS, _STEPS, _AT_CUT = "_manual_hooks", "_manual_steps", "_manual_at_cut"
+# Lightning's method behind the hooks of a batch's end.
+_ADVANCED = "on_advance_end"
 # Said of a checkpoint that is being written, and of one that a run is resumed from.
 _WARNINGS = {
     "gradients": (
@@ -166,13 +168,15 @@ def watch(trainer: pl.Trainer) -> None:
     # No local functions: a trainer may have to be pickled.
     hooks = [one.register_step_post_hook(partial(steps.note_step, trainer, of)) for one, of in pairs]
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    vars(epoch_loop).update({_STEPS: steps, _HOOKS: hooks})
+    vars(epoch_loop).pop(_AT_CUT, None)
+    vars(epoch_loop).update({_STEPS: steps, _HOOKS: hooks, _ADVANCED: partial(_end_batch, trainer)})
 
 
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch`."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    vars(epoch_loop).pop(_STEPS, None)
+    for name in (_STEPS, _ADVANCED):
+        vars(epoch_loop).pop(name, None)
     for hook in vars(epoch_loop).pop(_HOOKS, ()):
         hook.remove()
 
@@ -192,19 +196,40 @@ def inexact_steps(trainer: pl.Trainer) -> dict[str, list[int]]:
         ``gradients``, if some have been added up that a later step is to use; or ``stepped``, if a step was taken
         within the batch that is trained on now, with the batch and its epoch.
     """
-    steps: _ManualSteps | None = vars(trainer.fit_loop.epoch_loop).get(_STEPS)
-    if steps is None:
-        return {}
-    epoch, batch = next_step(trainer, begun=True)
-    found: dict[str, list[int]] = {}
-    if steps.latest == (epoch, batch):
-        found = {"stepped": [batch, epoch]}
-    elif any(one.are_missed(has_stepped=steps.latest == (epoch, batch - 1)) for one in steps.of_optimizers):
-        found = {"gradients": []}
-    if found and not steps.has_warned:
-        steps.has_warned = True
+    kept: Any = vars(trainer.fit_loop.epoch_loop)
+    steps: _ManualSteps | None = kept.get(_STEPS)
+    at, found = kept.get(_AT_CUT, (None, {}))
+    if at != next_step(trainer, begun=True):
+        found = {} if steps is None else _found_in(steps, trainer)
+    if found and (steps is None or not steps.has_warned):
         _warn(found, when=0)
-    return found
+    if found and steps is not None:
+        steps.has_warned = True
+    return dict(found)
+
+
+def note_cut(trainer: pl.Trainer) -> None:
+    """An epoch ends before all its batches: a validation that follows, or the end of the fit, clears gradients."""
+    kept: Any = trainer.fit_loop.epoch_loop
+    steps, at = vars(kept).get(_STEPS), next_step(trainer, begun=True)
+    if steps is not None and vars(kept).get(_AT_CUT, (None, {}))[0] != at:
+        vars(kept)[_AT_CUT] = at, _found_in(steps, trainer)
+
+
+def _end_batch(trainer: pl.Trainer, fetcher: Any) -> None:
+    """In place of Lightning's method, which validates behind a batch where the run is told to stop."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.should_stop:
+        note_cut(trainer)
+    type(epoch_loop).on_advance_end(epoch_loop, fetcher)
+
+
+def _found_in(steps: _ManualSteps, trainer: pl.Trainer) -> dict[str, list[int]]:
+    epoch, batch = next_step(trainer, begun=True)
+    if steps.latest == (epoch, batch):
+        return {"stepped": [batch, epoch]}
+    is_missed = any(one.are_missed(has_stepped=steps.latest == (epoch, batch - 1)) for one in steps.of_optimizers)
+    return {"gradients": []} if is_missed else {}
 
 
 def warn_of_inexact_steps(found: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lightning_stateful.loops.lightning import LightningOptimizer, pl
 from lightning_stateful.loops.loop_progress import next_step
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.module_state import cut_epochs
 from lightning_stateful.module_state.module_changes import note_weights
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
@@ -174,6 +175,7 @@ class ModelGenerators:
         self, trainer: pl.Trainer, before_validation: Callable[[], None], original: Callable[[], None]
     ) -> None:
         self._before_validation = next_step(trainer), self._states(trainer)
+        cut_epochs.note_validation(trainer)
         note_weights(trainer)
         before_validation()
         original()
@@ -195,6 +197,8 @@ class ModelGenerators:
         if progress.running:
             at = progress.epoch, progress.batch
             noted = [self._at_end] if progress.ended else [self._at_end, self._before_batch]
+            if cut_epochs.stops_by_validation(trainer, at):
+                noted = [self._before_validation]
             found = [earlier for step, earlier in noted if step == at]
             if trainer.validating and progress.validate and self._before_validation[0] == next_step(trainer):
                 found.append(self._before_validation[1])

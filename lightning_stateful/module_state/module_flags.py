@@ -1,7 +1,8 @@
 """Flags of a module that hooks set in training and Lightning's checkpoints do not hold: frozen parameters, eval mode.
 
-A resume sets none of them: hooks may do so as training begins, as an epoch or a batch begins, or in ``training_step``.
-A flag that is never seen as it was at the save, in some batches, is named in a warning.
+Where training begins with the same flags as in the run that was stopped, hooks have set what was another at the save,
+and a resume sets it again. Else it may be meant, and hooks may set flags as an epoch or a batch begins, or in
+``training_step``: one that is never seen as it was at the save, in some batches, is named in a warning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_stateful.errors import DamagedStateError, StatefulWarning, some_of
 from lightning_stateful.loops.lightning import pl
@@ -41,6 +42,8 @@ class _Watch:
         self.awaited: dict[str, bool] = {}
         self.batches = 0
         self.handles: list[Any] = []
+        # The flags with which training began, as flags() has them.
+        self.begun = ""
         # Where the latest validation began.
         self.validated: tuple[int, int] | None = None
         # The flags as the fit ended.
@@ -98,7 +101,7 @@ def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
         is_within: A batch has begun that a resume trains on again: its step may have set flags for a while.
 
     Returns:
-        Their names, compressed, and ``is_within``.
+        Their names, compressed, and ``is_within``; and, where these are others, the names with which training began.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is None:
@@ -108,9 +111,13 @@ def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
     if not known.has_begun:
         # Hooks set flags that will be set again.
         return list(known.saved or ())
-    now = {**_flags(trainer, known), **known.awaited}
-    unset = "\0".join(sorted(name for name, value in now.items() if not value))
-    return [zlib.compress(unset.encode()).hex() if unset else "", is_within]
+    now = _text({**_flags(trainer, known), **known.awaited})
+    return [now, is_within, *([known.begun] if known.begun != now else [])]
+
+
+def _text(held: Mapping[str, bool]) -> str:
+    unset = "\0".join(sorted(name for name, value in held.items() if not value))
+    return zlib.compress(unset.encode()).hex() if unset else ""
 
 
 def _flags(trainer: pl.Trainer, known: _Watch) -> dict[str, bool]:
@@ -133,17 +140,33 @@ def _begin(trainer: pl.Trainer) -> None:
     if known is None or known.has_begun:
         return
     known.has_begun = True
+    now = _flags(trainer, known)
+    known.begun = _text(now)
     if not known.saved:
         return
-    now, unset = _flags(trainer, known), _read(known.saved[0])
+    unset = _read(known.saved[0])
     known.awaited = {name: name not in unset for name in now}
     known.see(now)
-    if known.awaited and known.saved[1]:
+    if known.awaited and known.saved[1:] == [False, known.begun]:
+        _set(trainer, known.awaited)
+        known.stop()
+    elif known.awaited and known.saved[1]:
         # The step that begins again may set them until it ends.
         for one in trainer.optimizers:
             if hasattr(one, "register_step_pre_hook"):
                 known.handles.append(one.register_step_pre_hook(partial(_look, trainer)))
                 known.handles.append(one.register_step_post_hook(partial(_look, trainer)))
+
+
+def _set(trainer: pl.Trainer, held: Mapping[str, bool]) -> None:
+    """Set flags, and say so in the log."""
+    module = trainer.lightning_module
+    for flag, parts in ((_TRAINED, module.named_parameters()), (_MODE, module.named_modules())):
+        for name, part in parts:
+            if (named := _named(name, flag)) in held:
+                setattr(part, flag, held[named])
+    said = some_of([f"{name} is {value}" for name, value in held.items()])
+    rank_zero_info(f"As hooks had set it before the checkpoint was written: {said}.")
 
 
 def _read(text: str) -> set[str]:

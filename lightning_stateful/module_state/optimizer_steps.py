@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import STEPPED_IN, epoch_set_to, next_step
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -39,6 +41,20 @@ def begin_batch(trainer: pl.Trainer) -> None:
     if trainer.fit_loop._skip_backward:
         trainer.lightning_module.zero_grad()
     manual_steps.note_batch(trainer)
+
+
+def settings_of_optimizers(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """The numbers, strings and tuples of each parameter group of the optimizers, such as its learning rate."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [
+        {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, kinds) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        }
+        for group in groups
+    ]
 
 
 def _note_step(trainer: pl.Trainer, *_: Any) -> None:

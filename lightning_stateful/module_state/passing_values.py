@@ -27,7 +27,7 @@ from lightning_stateful.contents.code_uses import is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class, is_users, package_of
 from lightning_stateful.loops.lightning import pl
-from lightning_stateful.loops.loop_progress import call_before_epochs
+from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
 from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text
 
@@ -40,6 +40,8 @@ _MOST_NUMBERS, _MOST_NAMES, _DEPTH, _MOST_ITEMS = 2**16, 64, 2, 64
 _LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
 # Of Python's, what holds attributes of a user's.
 _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
+# What an optimizer saves, and what torch's class keeps for itself.
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])))
 # Functions that train; Lightning's own lead to them.
 _TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
 # Settings of the Trainer that a step goes by.
@@ -175,16 +177,20 @@ def look_once(trainer: pl.Trainer) -> None:
     now = {name: held for name, held in now.items() if not name.startswith(first)}
     now |= {name: held for name, held in at_start.items() if name.startswith(first)}
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
+    if next_step(trainer)[1] == 0:
+        others = {name: was for name, was in others.items() if not _is_set_by_epoch(trainer, name)}
     left = [
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
     of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
     used = [name for name in left if _is_trained_with(trainer, name)]
-    steps = [name for name in left if name.endswith(_STEPS) and name not in used]
-    logged = [name for name in left if name not in (*used, *steps)]
-    all_owners = "module, callbacks or data module"
+    stepped = [name for name in left if name not in used and _is_stepped_with(trainer, name)]
+    steps = [name for name in left if name.endswith(_STEPS) and name not in (*used, *stepped)]
+    logged = [name for name in left if name not in (*used, *stepped, *steps)]
+    all_owners = "module, callbacks, optimizers or data module"
     for names, owners, what in (
         (used, "module", "training_step uses and "),
+        (stepped, "optimizers", "step() uses and "),
         (steps, all_owners, "set learning rates and "),
         (logged, all_owners, ""),
     ):
@@ -244,6 +250,25 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
     return False
 
 
+def _is_set_by_epoch(trainer: pl.Trainer, name: str) -> bool:
+    """Whether ``on_train_epoch_start`` of what has an attribute sets it anew, as the hidden state of a network."""
+    held = [(f"{prefix}.".lstrip("."), owner) for prefix, owner in _owners(trainer)]
+    return any(
+        name.startswith(prefix) and is_set_anew(owner, name[len(prefix) :], frozenset({"on_train_epoch_start"}))
+        for prefix, owner in held
+    )
+
+
+def _is_stepped_with(trainer: pl.Trainer, name: str) -> bool:
+    """Whether an attribute is one of a user's optimizer that its ``step()`` uses."""
+    for optimizer in trainer.optimizers:
+        prefix = f"{type(optimizer).__qualname__}."
+        if name.startswith(prefix) and is_users(type(optimizer).__module__):
+            leaf = name[len(prefix) :].partition("[")[0].partition(".")[0]
+            return uses_of(optimizer, leaf, read=frozenset({"step"})).uses
+    return False
+
+
 def _change(name: str, was: str, now: str) -> str:
     return name if _DIGEST in (was[:1], now[:1]) else f"{name} was {was} and is {now}"
 
@@ -270,7 +295,7 @@ def _settings(trainer: pl.Trainer) -> Texts:
 
 
 def texts_of_attributes(trainer: pl.Trainer) -> Texts:
-    """Texts, by name, of what module, callbacks and data module of the user's hold in attributes, and no checkpoint."""
+    """Texts, by name, of what attributes of the user's module, callbacks, optimizers and data module hold."""
     module, found = trainer.lightning_module, Texts()
     # What a checkpoint holds.
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -279,7 +304,7 @@ def texts_of_attributes(trainer: pl.Trainer) -> Texts:
         for name, value in attributes_of(owner).items():
             # What cannot be read is left alone.
             with suppress(Exception):
-                if name not in names_of_lightning():
+                if name not in names_of_lightning() and name not in _OF_OPTIMIZERS:
                     found |= _texts(f"{prefix}.{name}".lstrip("."), value, seen, 0)
     return found
 
@@ -314,11 +339,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
-    """The module, its parts, the callbacks and the data module that are a user's own."""
+    """The module, its parts, the callbacks, optimizers and data module that are a user's own."""
     module: Any = vars(trainer).get("datamodule")
     # One that is derived from a class of this package holds its loaders.
     is_own = all(package_of(kind) != "lightning_stateful" for kind in type(module).__mro__)
-    named = [(type(one).__qualname__, one) for one in (*callbacks_of(trainer), *([module] if is_own else []))]
+    others = (*callbacks_of(trainer), *trainer.optimizers, *([module] if is_own else []))
+    named = [(type(one).__qualname__, one) for one in others]
     for name, one in (*trainer.lightning_module.named_modules(), *named):
         if is_users(type(one).__module__):
             yield name, one

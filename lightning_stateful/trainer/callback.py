@@ -321,8 +321,7 @@ class StatefulDataCallback(pl.Callback):
     def _logged(self, progress: LoopProgress) -> dict[str, float]:
         if isinstance(self._phase, Resumed):
             return dict(self._phase.metrics)
-        epoch_over = progress.plateau == "epoch"
-        return other_callbacks.logged_metrics(self._trainer, epoch_over=epoch_over) if self._trainer else {}
+        return cut_epochs.metrics_at(self._trainer, progress)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note that a finished run has been restored, which Lightning ends without training."""

@@ -1,10 +1,9 @@
-"""Parameters that hooks have frozen, and submodules in eval mode, which a resume does not restore, are named."""
+"""Parameters that hooks have frozen, and submodules in eval mode: a resume sets them again, or names them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,36 +78,53 @@ class Unfreezes(pl.Callback):
 
 
 FROZEN = r"part\.0\.weight\.requires_grad was False, part\.0\.bias\.requires_grad was False\."
-LOST: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "at an epoch's end": (AtEpochEnd, ("on_train_batch_end", 1, 2), FROZEN),
-    "at a step": (AtStep, ("on_train_batch_end", 0, 5), FROZEN),
-    "at a step, saved within one": (AtStep, ("on_after_backward", 0, 5), FROZEN),
-    "at a step, saved in a validation": (AtStep, ("on_validation_end", 0, 0), FROZEN),
-    "at a step, few batches left": (AtStep, ("on_train_batch_end", 0, 8), FROZEN),
-    "eval mode": (Evaluates, ("on_train_batch_end", 0, 5), r"part\.1\.training was False\."),
-    "eval mode, saved in a validation": (Evaluates, ("on_validation_end", 0, 0), r"part\.1\.training was False\."),
-    "eval mode, saved behind it": (Evaluates, ("on_train_epoch_end", 1, 0), r"part\.1\.training was False\."),
-    "unfrozen": (
-        Unfreezes,
-        ("on_train_batch_end", 1, 2),
-        r"part\.0\.weight\.requires_grad was True, .*True, .*True and 1 more\.",
+# Callbacks, and moments of a save outside of batches.
+SET_AGAIN: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "at an epoch's end": (AtEpochEnd, [("on_train_batch_end", 1, 2), ("on_train_epoch_end", 1, 0)]),
+    "at a step": (AtStep, [("on_train_batch_end", 0, 5), ("on_validation_end", 0, 0), ("on_train_batch_end", 0, 8)]),
+    "eval mode": (
+        Evaluates,
+        [("on_train_batch_end", 0, 5), ("on_validation_end", 0, 0), ("on_train_epoch_end", 1, 0)],
     ),
+    "unfrozen": (Unfreezes, [("on_train_batch_end", 1, 2)]),
 }
 
 
-@pytest.mark.parametrize(("callback", "moment", "said"), LOST.values(), ids=LOST)
-def test_what_nothing_sets_again_is_named_once(tmp_path: Path, callback: Any, moment: Any, said: str) -> None:
-    hook, epoch, batch = moment
-    run, options = training(Layers, lambda: [callback()]), {"max_epochs": 3}
-    is_within = hook == "on_after_backward"
-    with pytest.warns(StatefulWarning, match="statistics|hold it twice") if is_within else nullcontext():
-        # BatchNorm's statistics hold that batch, of which another warning tells.
-        stopped(tmp_path / "x.ckpt", hook=hook, epoch=epoch, batch=batch, run=run, **options)
+@pytest.mark.parametrize(("callback", "moments"), SET_AGAIN.values(), ids=SET_AGAIN)
+def test_what_hooks_have_set_once_is_set_again(tmp_path: Path, callback: Any, moments: Any) -> None:
+    run = training(Layers, lambda: [callback()])
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*hold it twice")
+def test_what_was_set_before_a_save_within_a_batch_is_named_once(tmp_path: Path) -> None:
+    # BatchNorm's statistics hold that batch, of which another warning tells.
+    run = training(Layers, lambda: [AtStep()])
+    stopped(tmp_path / "x.ckpt", hook="on_after_backward", batch=5, run=run)
     with pytest.warns(StatefulWarning) as caught:
-        run(ckpt_path=tmp_path / "x.ckpt", **options)
+        run(ckpt_path=tmp_path / "x.ckpt")
     messages = [str(one.message) for one in caught if "are not trained as they were" in str(one.message)]
     assert len(messages) == 1
-    assert re.search(said, messages[0])
+    assert re.search(FROZEN, messages[0])
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start"])
+def test_a_module_that_is_built_otherwise_stays_so_and_is_named(tmp_path: Path, hook: str) -> None:
+    class Frozen(Layers):
+        """Freezes another part as it is built."""
+
+    def freeze(self: Any, **how: Any) -> None:
+        self.part[1].requires_grad_(False)
+
+    setattr(Frozen, hook, freeze)
+    stopped(tmp_path / "x.ckpt", epoch=1, batch=2, run=training(Layers, lambda: [AtEpochEnd()]))
+    model = seeded(Frozen)
+    with pytest.warns(StatefulWarning, match="are not trained as they were") as caught:
+        train(model=model, callbacks=[AtEpochEnd()], ckpt_path=tmp_path / "x.ckpt")
+    (said,) = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+    assert "part.1.weight.requires_grad was True" in said
+    assert "part.0.weight.requires_grad was False" in said
+    assert not model.part[1].weight.requires_grad
 
 
 class Restores(pl.Callback):
@@ -300,14 +316,13 @@ def test_a_checkpoint_of_a_run_that_is_over_has_the_flags_of_its_end(tmp_path: P
     assert_same_end(train(model=seeded(Layers), ckpt_path=tmp_path / "x.ckpt"), train(model=seeded(Layers)))
 
 
-def test_what_is_not_set_again_is_named_after_a_second_stop_too(tmp_path: Path) -> None:
-    """The first resume is stopped before it has said so."""
+def test_what_hooks_have_set_is_set_again_after_a_second_stop_too(tmp_path: Path) -> None:
     first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     run = training(Layers, lambda: [AtStep()])
+    whole = run()
     stopped(first, batch=5, run=run)
     stopped(second, batch=1, run=run, ckpt_path=first)
-    with pytest.warns(StatefulWarning, match=FROZEN):
-        run(ckpt_path=second)
+    assert_same_end(run(ckpt_path=second), whole)
 
 
 def test_an_error_within_a_step_keeps_what_was_frozen(tmp_path: Path) -> None:

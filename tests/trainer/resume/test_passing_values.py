@@ -164,7 +164,7 @@ def test_attributes_that_a_resume_lacks_are_named_in_the_log(
             enable_checkpointing=not path,
         )
         trainer.fit(Remembers(restores), DataLoader([torch.ones(32)] * 8, batch_size=2), ckpt_path=path)
-        found = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
+        found = [one for one in caplog.messages if "Attributes of the module, callbacks, opti" in one]
         if path is None:
             assert not found
     (said,) = found
@@ -222,7 +222,7 @@ def said_of_attributes(
         trainer.fit(model(), DataLoader([torch.ones(32)] * 2 * batches, batch_size=2), ckpt_path=path)
         if path is None:
             trainer.save_checkpoint(folder / "x.ckpt")
-    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
+    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks, opti" in one]
     return str(said)
 
 
@@ -255,7 +255,7 @@ def test_so_is_what_a_data_module_holds(tmp_path: Path, caplog: pytest.LogCaptur
         trainer = quiet_trainer(StatefulDataCallback(), max_epochs=1, max_steps=4 if path else 2, limit_val_batches=0)
         trainer.fit(WritesLosses(), datamodule=KeepsLosses(), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "x.ckpt")
-    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks or data module" in one]
+    (said,) = [one for one in caplog.messages if "Attributes of the module, callbacks, opti" in one]
     assert "are others here: KeepsLosses.losses. If" in said
 
 
