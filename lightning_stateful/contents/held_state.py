@@ -283,7 +283,7 @@ def values_in(batch: Any) -> list[Any]:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
+    if issubclass(type(value), Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
         return list(value)

@@ -379,7 +379,7 @@ def _copied(value: Any) -> Any:
     value = _in_shared_memory(value)
     if type(value) is count:
         return _Moving(repr(value))
-    if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+    if issubclass(type(value), Iterator) and type(value).__module__ in _ITERATORS:
         return _Moving(object())
     if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and can_be_read(value)):
         # Memory that is written again for each batch is no memory of what was read; another array in its place may be.

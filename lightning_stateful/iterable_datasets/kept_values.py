@@ -206,7 +206,7 @@ def _iterators_behind(iterator: Any) -> list[Any]:
     found, left = dict[int, Any](), [iterator]
     while left and len(found) < _MOST_ITERATORS:
         one = left.pop(0)
-        if id(one) in found or not isinstance(one, Iterator):
+        if id(one) in found or not issubclass(type(one), Iterator):
             continue
         found[id(one)] = one
         is_own = not inspect.isgenerator(one) and is_users(type(one).__module__)

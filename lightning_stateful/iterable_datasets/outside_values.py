@@ -131,7 +131,7 @@ class OutsideValues:
         if self._objects and is_users(type(value).__module__):
             # Whatever way leads there first.
             name = type(value).__qualname__
-        self.can_be_restored &= not isinstance(value, Iterator)
+        self.can_be_restored &= not issubclass(type(value), Iterator)
         with suppress(Exception):  # A generator by the operating system has no state.
             if (copied := _copied(value)) is not None:
                 self._contents[id(value)] = name, value, copied

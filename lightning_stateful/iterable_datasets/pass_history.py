@@ -459,7 +459,7 @@ def digest_of_sample(sample: Any, before: str | None = None, *, only_labels: boo
 
 def _parts_of(value: Any, *, only_labels: bool, depth: int = 0) -> list[Any]:
     """The numbers and strings in a sample, and shapes and first numbers of arrays; or only integers and strings."""
-    if isinstance(value, Mapping):
+    if issubclass(type(value), Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)) and depth < _MOST_NESTED:
         return [part for item in value for part in _parts_of(item, only_labels=only_labels, depth=depth + 1)]

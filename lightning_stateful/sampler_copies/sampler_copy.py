@@ -108,7 +108,7 @@ class SamplerParts:
         self.found.append(value)
         if isinstance(value, GENERATORS):
             self.generators[path] = value
-        if isinstance(value, _SEQUENCES) and _length(value) > LONG:
+        if issubclass(type(value), _SEQUENCES) and _length(value) > LONG:
             self.long[path] = value
 
 
@@ -155,7 +155,9 @@ def held_at(value: Any, path: Path) -> Any:
 
 
 def _is_shared(value: object, is_held: bool) -> bool:
-    if isinstance(value, Iterator) and not hasattr(type(value).__iter__, "__code__"):
+    # By its type: a closed NpzFile of NumPy raises where isinstance() asks for its __class__.
+    kind: Any = type(value)
+    if issubclass(kind, Iterator) and not hasattr(kind.__iter__, "__code__"):
         return True
     if not is_held or isinstance(value, Sampler):
         return False
@@ -269,7 +271,7 @@ class SamplerCopy:
 
 def _moves(value: object) -> bool:
     """Whether reading an object that is shared moves it on."""
-    return isinstance(value, (Iterator, io.IOBase))
+    return issubclass(type(value), (Iterator, io.IOBase))
 
 
 def _is_unseen(value: object) -> bool:
@@ -374,7 +376,7 @@ def _named_by_code_of(parts: SamplerParts) -> dict[str, Any]:
 def _is_told(value: Any) -> bool:
     """Whether a digest tells a value from others: a plain one, a container, an array, or an object of the user's."""
     is_value = type(value) in PLAIN or isinstance(value, (*_SEQUENCES, torch.Tensor, np.ndarray))
-    return is_value or (is_users(type(value).__module__) and not isinstance(value, (Iterator, Dataset, Sampler)))
+    return is_value or (is_users(type(value).__module__) and not issubclass(type(value), (Iterator, Dataset, Sampler)))
 
 
 def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] = _NONE) -> dict[str, str]:
@@ -412,7 +414,7 @@ def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] 
         of = holder.__name__ if isinstance(holder, (type, ModuleType)) else type(holder).__name__
         for name, item in held.items():
             # Modules hold what Python has noted, such as warnings that were shown.
-            is_value = type(item) in PLAIN or isinstance(item, (*_SEQUENCES, torch.Tensor, np.ndarray))
+            is_value = type(item) in PLAIN or issubclass(type(item), (*_SEQUENCES, torch.Tensor, np.ndarray))
             if is_value and not name.startswith("__"):
                 found.setdefault(f"{of}.{name}", []).append(shown(item))
     # Numbers alone: a library that is imported while it is iterated may set others.

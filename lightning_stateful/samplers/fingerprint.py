@@ -192,7 +192,7 @@ def _plain(value: Any, path: str) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
+    if issubclass(type(value), Mapping):
         return _plain_dict(value, path)
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr)

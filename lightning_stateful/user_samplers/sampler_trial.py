@@ -163,7 +163,7 @@ class SamplerTrial:
             return
         # As the whole of the first epoch leaves it.
         one, other = self._ended
-        if any(isinstance(part, Iterator) for part in SamplerParts(one.sampler, self._order.dataset).shared):
+        if any(issubclass(type(part), Iterator) for part in SamplerParts(one.sampler, self._order.dataset).shared):
             # Both go on with the same one, such as a generator.
             return
         if self.is_cheap:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.runs import assert_goes_on_from_every_moment, train_alone
@@ -56,7 +58,28 @@ class WithoutItems(dict):  # type: ignore[type-arg]
         raise ValueError("not for you")
 
 
+def archive(*, is_closed: bool) -> Any:
+    """An archive of NumPy; a closed one raises where anything is asked of it."""
+    file = io.BytesIO()
+    np.savez(file, numbers=np.zeros(3))
+    file.seek(0)
+    opened = np.load(file)
+    if is_closed:
+        opened.close()
+    return opened
+
+
+class Raises:
+    """Has nothing that it does not have in its class."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not for you")
+
+
 ODD: dict[str, Callable[[], Any]] = {
+    "archive": partial(archive, is_closed=False),
+    "closed archive": partial(archive, is_closed=True),
+    "raises": Raises,
     "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
     "freed": freed,
     "fake": fake,
