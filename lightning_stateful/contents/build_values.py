@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_stateful.generators.attributes import (
     text_of_plain,
     variables_in,
 )
-from lightning_stateful.samplers.fingerprint import hex_digest
+from lightning_stateful.samplers.fingerprint import digest, hex_digest
 
 # Functions that are followed, at most, and how deep objects are looked into.
 _MOST_FUNCTIONS, _MOST_DEEP = 256, 3
@@ -121,6 +122,11 @@ def text_of_function(value: Any, depth: int = 0) -> str:
 
 
 def _text_of_argument(value: Any, depth: int) -> str:
+    if type(value) in (dict, set, list, tuple) and not (text := text_of_function(value, depth + 1)):
+        # What cannot be read is left alone.
+        with suppress(Exception):
+            text = digest(value) if len(value) <= _MOST_IN_LIST else str(len(value))
+        return text
     return text_of_plain(value) if type(value) in PLAIN else text_of_function(value, depth + 1)
 
 

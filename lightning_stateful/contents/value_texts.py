@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import date, time, timedelta
@@ -30,7 +31,7 @@ _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 _SIZE = 6
 _DEFAULTS = (bool, int, float, str)
 _DATES = (date, time, timedelta)
-_BY_REPR = (type(None), complex, bytes, slice, Enum, Pattern, *_DATES, torch.dtype, torch.device, np.dtype)
+_BY_REPR = (type(None), complex, slice, Enum, Pattern, *_DATES, torch.dtype, torch.device, np.dtype)
 
 
 def texts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -54,12 +55,17 @@ def text_of(value: Any) -> str:
             return repr(value)
         if isinstance(value, type):
             return f"class {value.__qualname__}"
-        if text := _text_of_container(value) or _text_of_table(value):
+        if text := text_of_data(value):
             return text
         name, function = type(value).__qualname__, text_of_function(value)
         is_object = function == name or (not function and is_users(type(value).__module__))
         return f"{OBJECT}{name}" if is_object else function
     return ""
+
+
+def text_of_data(value: Any) -> str:
+    """Text of a container of plain values, an array, a tensor or a table; empty for anything else."""
+    return _text_of_container(value) or _text_of_table(value)
 
 
 def _text_of_table(value: Any) -> str:
@@ -83,6 +89,9 @@ def _text_of_container(value: Any) -> str:
         if value.dtype.hasobject or not 0 < value.nbytes <= _MOST_BYTES:
             return ""
         return f"an array {hex_digest(np.ascontiguousarray(value).tobytes(), size=_SIZE)} of {value.nbytes} bytes"
+    if isinstance(value, (array, bytes, bytearray)):
+        return f"an array {hex_digest(bytes(value), size=_SIZE)} of {len(bytes(value))} bytes"
+    value = value.data if isinstance(value, (UserDict, UserList)) else value
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None
     if not isinstance(value, (list, tuple, dict, deque)):

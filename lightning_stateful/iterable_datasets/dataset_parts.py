@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lightning_stateful.contents.build_values import text_of_function
 from lightning_stateful.contents.held_state import changed_names
+from lightning_stateful.contents.value_texts import text_of_data
 from lightning_stateful.generators.attributes import (
     PLAIN,
     attributes_and_defaults,
     closure_of,
     defaults_of_class,
+    function_in,
     is_lightnings,
     is_users,
     names_in,
@@ -50,7 +52,7 @@ class ReadTogether(NamedTuple):
 
     Attributes:
         dataset: The dataset.
-        collate_fn: An object of the user's that collates, or whose method does.
+        collate_fn: An object of the user's that collates, or whose method does; or a function or partial of the user's.
     """
 
     dataset: Any
@@ -58,9 +60,12 @@ class ReadTogether(NamedTuple):
 
     @classmethod
     def by(cls, loader: DataLoader[Any], dataset: Any) -> Any:
-        """What a loader reads with; the dataset alone where no object of the user's collates."""
+        """What a loader reads with; the dataset alone where nothing of the user's collates."""
         collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
-        is_left_out = is_lightnings(collate) or isinstance(collate, (FunctionType, torch.nn.Module, DataLoader))
+        function: Any = function_in(collate)
+        if isinstance(function, FunctionType):
+            return cls(dataset, collate) if is_users(function.__module__) else dataset
+        is_left_out = is_lightnings(collate) or isinstance(collate, (torch.nn.Module, DataLoader))
         is_object = is_users(type(collate).__module__) and not is_left_out and collate is not dataset
         return cls(dataset, collate) if is_object else dataset
 
@@ -169,7 +174,7 @@ def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
     for name, value in outside:
         if isinstance(value, FunctionType):
             yield name, text_of_function(value)
-        elif type(value) in OF_DATA:
+        elif type(value) in OF_DATA or data_as_text(value):
             yield name, value
         elif _is_users_object(value):
             held = ((f"{name}.{attribute}", one) for attribute, one in dict(vars(value)).items())
@@ -178,8 +183,16 @@ def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 def places_of_outside(dataset: Any, *, functions: bool = False) -> dict[str, Callable[[], Any]]:
     """What reads the variables outside of a dataset that code of the user's in it names, by their names."""
-    parts = (part for part in parts_of(dataset) if is_users(type(part).__module__))
-    return {name: read for part in parts for name, read in places_outside(part, functions=functions).items()}
+    found: dict[str, Callable[[], Any]] = {}
+    for part in parts_of(dataset):
+        function = function_in(part)
+        if isinstance(part, partial):
+            name = getattr(function, "__qualname__", "partial")
+            found |= {f"{name}.{key}": partial(part.keywords.get, key) for key in part.keywords}
+            found |= {f"{name}.{place}": partial(part.args.__getitem__, place) for place in range(len(part.args))}
+        if isinstance(function, FunctionType) or is_users(type(part).__module__):
+            found |= places_outside(function, functions=functions)
+    return found
 
 
 def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
@@ -192,8 +205,15 @@ def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
                 value = len(value)
             with suppress(Exception):
                 # What cannot be read, such as an object of an installed package in it, is left alone.
-                found[name] = digest(value, found.get(name, ""))
+                found[name] = digest(data_as_text(value) or value, found.get(name, ""))
     return found
+
+
+def data_as_text(value: Any) -> str:
+    """Text of a table, or of a container or number that is of no type in :data:`OF_DATA`; empty for anything else."""
+    with suppress(Exception):
+        return "" if type(value) in OF_DATA else text_of_data(value)
+    return ""
 
 
 class HeldValues:

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
@@ -62,11 +63,15 @@ class OutsideValues:
         self._kinds: set[type] = set()
         self._left_out = id(dataset)
         self.can_be_restored = True
-        # By the id of a place, whether it is reached through a function or a class, which copies share.
+        # By the id of a place, whether it is reached through a function or a class, which copies share; or, where all
+        # objects are looked at, through a partial.
         shared: dict[int, bool] = {}
+        holders = (FunctionType, partial) if objects else (FunctionType,)
         for place in reached({"dataset": dataset}):
             above = place.above
-            is_shared = above is not None and (shared[id(above)] or type(above.value) is FunctionType)
+            is_shared = above is not None and (shared[id(above)] or type(above.value) in holders)
+            # Arguments that Hugging Face gives to a function.
+            is_shared = is_shared or (objects and place.path[-1] == "fn_kwargs")
             shared[id(place)] = is_shared or isinstance(place.container, MappingProxyType)
             if isinstance(place.value, FunctionType):
                 self._note_variables(place.value)

@@ -22,6 +22,7 @@ from lightning_stateful.iterable_datasets.dataset_parts import (
     HeldValues,
     ReadTogether,
     attributes_in,
+    data_as_text,
     digests_of,
     parts_of,
     values_in,
@@ -307,7 +308,8 @@ class SetBetweenPasses:
             return self._values()
         held: dict[str, str] = {}
         for name, value in filter(lambda item: self._looks_at(item[1]), values_in(self._dataset)):
-            held[name] = held.get(name, "") + digest_of_contents({name.rpartition(".")[2]: value})
+            digests = digest_of_contents({name.rpartition(".")[2]: value}) + data_as_text(value)
+            held[name] = held.get(name, "") + digests
         return {**held, **{name: repr(value) for name, value in _shared_in(self._dataset)}}
 
 

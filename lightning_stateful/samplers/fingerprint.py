@@ -260,6 +260,10 @@ def _feed(hashed: hashlib.blake2b, item: object, depth: int, reading: _Reading |
     ):
         # The common case, in one go: an index is the same index in whatever type.
         hashed.update(text_of_plain(list(map(int, item))).encode())
+    elif isinstance(item, Mapping) and item and depth < _DEPTH:
+        hashed.update(b"[%d" % len(item))
+        for pair in item.items():
+            _feed(hashed, pair, depth, reading)
     elif isinstance(item, Mapping):
         _feed(hashed, list(item.items()), depth + 1, reading)
     elif isinstance(identity := getattr(item, "id", None), (str, int)):
