@@ -47,7 +47,7 @@ _SHAPE = {
     "set?": {str: str},
     "first?": {str: str},
     "later?": {str: str},
-    "set_within?": {"within": {str: str}, "ahead": [str]},
+    "set_within?": {"within": {str: str}, "ahead": [str], "used?": [str]},
     "alike?": [str],
     "copies?": {str: str},
     "generators?": str,

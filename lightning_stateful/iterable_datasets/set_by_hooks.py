@@ -1,4 +1,4 @@
-"""Notices attributes of an iterable dataset that something else than its own iteration sets, as a hook does."""
+"""Notices attributes of an iterable dataset that something else than its passes sets between two of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_us
 from lightning_stateful.generators.generator_states import identity_of
 from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import (
-    HeldValues,
     ReadTogether,
     attributes_in,
     data_as_text,
@@ -33,7 +32,7 @@ from lightning_stateful.stream_nodes.own_state import has_state
 
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 # Lightning reads the first batch before it builds loaders of validation.
-_LOOKS_AT = 2
+LOOKS_AT = 2
 # By their ids: the iterable datasets of loaders of validation.
 _EVALUATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -182,7 +181,7 @@ class SetBetweenPasses:
         self.note_restored()
         self._left = now if self._in_workers else None
         self._begun_with = self._digests(self._set | self._set_at_start)
-        if self._num_read < _LOOKS_AT and not self._in_workers and self._values is None:
+        if self._num_read < LOOKS_AT and not self._in_workers and self._values is None:
             found = {id(one): one for _, one in _generators_in(self._dataset)}
             self._stood = {key: state_of_generator(one) for key, one in found.items()}
 
@@ -204,7 +203,7 @@ class SetBetweenPasses:
                 random generator in it; once.
         """
         self._num_read += 1
-        if self._in_workers or self._num_read != _LOOKS_AT:
+        if self._in_workers or self._num_read != LOOKS_AT:
             return
         now = self.held()
         others = [value for dataset in list(_EVALUATED.values()) for _, value in attributes_in(dataset)]
@@ -241,7 +240,7 @@ class SetBetweenPasses:
         """Whether code uses an attribute to read samples, which no state of the dataset's own restores here."""
         if self._values is not None:
             return True
-        is_kept = _has_state(self._dataset) and not self._in_workers
+        is_kept = has_own_state(self._dataset) and not self._in_workers
         return not is_kept and uses_any_of(self._dataset, [name])
 
     def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
@@ -313,160 +312,8 @@ class SetBetweenPasses:
         return {**held, **{name: repr(value) for name, value in _shared_in(self._dataset)}}
 
 
-class SetWithinPass:
-    """Compares what a dataset holds behind each batch with what it holds before the next is read.
-
-    What differs was set by something else, such as a hook; see :class:`HeldValues`. Changes within long lists and large
-    arrays are seen behind the first two batches alone, before which a resume knows no state of the dataset's own.
-
-    Args:
-        dataset: The dataset, which is read in this process.
-        built: What :func:`digests_as_built` has given.
-
-    State:
-        ``within``: digests by ``class.attribute`` of what was set so, as it is now; ``ahead``: which of them were set
-        after the next batch had been read.
-    """
-
-    def __init__(self, dataset: Any, built: Mapping[str, str]) -> None:
-        self._dataset, self._built = dataset, built
-        # What it held behind the latest batch of a pass; None between passes.
-        self._left: HeldValues | None = None
-        self._num_read = 0
-        # By name, the epoch and the number of batches of it that had been read.
-        self._set: dict[str, tuple[int, int]] = {}
-        self._at = -1, 0
-        self._expected: dict[str, Any] = {}
-        # What the dataset held when training began, and before the pass began, of what is expected.
-        self._restored: dict[str, str] = {}
-        self._before: dict[str, str] = {}
-
-    def expect(self, details: Mapping[str, Any], *, is_within: bool) -> None:
-        """Compare with a checkpoint's state when the first batch has been read.
-
-        Args:
-            details: What has the state, as ``set_within``.
-            is_within: Whether it is of a pass that goes on.
-        """
-        saved: Mapping[str, Any] = details.get("set_within", {})
-        if not is_within and (known := details.get("set", {})):
-            # Of what is set between two passes as well, that is compared.
-            within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
-            saved = {"within": within, "ahead": [name for name in saved["ahead"] if name in within]} if within else {}
-        self._expected = {**saved, "is_within": is_within} if saved else {}
-        self._set, self._restored = dict.fromkeys(saved.get("within", ()), (-1, 0)), {}
-
-    def note_restored(self, saved: Mapping[str, str]) -> list[str]:
-        """Hooks that restore what a checkpoint has were called; those of an epoch may set something else.
-
-        Args:
-            saved: Digests of what was set in the run that wrote it.
-
-        Returns:
-            What they have set behind the first batch of the resume, and was not so in that run.
-        """
-        self._restored = digests_of(self._dataset, self._expected.get("within", ()))
-        changed = self.changed() if self._num_read == 1 else set[str]()
-        now = digests_of(self._dataset, changed)
-        return sorted(name for name in changed if name not in saved or now.get(name) != saved[name])
-
-    def note_begin(self) -> None:
-        """A pass is about to begin, or to go on at a state."""
-        self._left, self._num_read = None, 0
-        self._before = digests_of(self._dataset, self._expected.get("within", ()))
-
-    def note_read(self, epoch: int, num_read: int) -> None:
-        """A batch was read.
-
-        Args:
-            epoch: The epoch.
-            num_read: Batches of the epoch that were read.
-
-        Warns:
-            StatefulWarning: It is the first one of a resume, and something is not as in the run that wrote the
-                checkpoint, or was not when that batch was read there.
-        """
-        if self._set:
-            # What its own iteration changes too is no setting of somebody else's.
-            changed = self.changed()
-            self._set = {name: at for name, at in self._set.items() if name not in changed}
-        if self._expected:
-            self._compare()
-        self._num_read += 1
-        self._at = epoch, num_read
-        self._note_held()
-
-    def _note_held(self) -> None:
-        self._left = HeldValues(self._dataset) if self._left is None else self._left
-        # Before the first batches a resume knows no state of the dataset's own.
-        self._left.note(in_long=self._num_read <= _LOOKS_AT and _has_state(self._dataset))
-
-    def note_end(self) -> None:
-        """A pass has ended: what is set from here on is set between two passes."""
-        self._left = None
-
-    def note_outside(self) -> None:
-        """The next batch is about to be read, or a state is taken: whatever has changed was set by something else."""
-        if self._left is None or self._left.is_same():
-            return
-        self._set |= dict.fromkeys(self.changed(), self._at)
-        self._note_held()
-
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """See above.
-
-        Args:
-            epoch: The epoch.
-            step: Batches of it that were trained on.
-        """
-        if self._expected:
-            return {name: held for name, held in self._expected.items() if name != "is_within"}
-        self.note_outside()
-        if not self._set:
-            return {}
-        ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
-        return {"within": digests_of(self._dataset, self._set), "ahead": ahead}
-
-    def changed(self) -> set[str]:
-        """The attributes that are not as they were behind the latest batch of a pass; none if that has ended."""
-        return set() if self._left is None else self._left.changed()
-
-    def _compare(self) -> None:
-        """Warn of what is another than in the run that wrote the checkpoint."""
-        expected, self._expected = self._expected, {}
-        within: Mapping[str, str] = expected["within"]
-        now = digests_of(self._dataset, within)
-        lost = sorted(name for name, held in within.items() if now.get(name, "") != held)
-        if not expected["is_within"]:
-            # A hook sets something else for the next epoch; the state of the dataset's own may have an earlier value.
-            unset = {name for name in lost if now.get(name, "") == self._restored.get(name)}
-            known = {name for name in lost if self._built.get(name) in (now.get(name), self._before.get(name))}
-            lost = sorted(unset | known)
-        ahead = sorted({*expected["ahead"]} - {*lost})
-        kept = sorted(within.keys() - {*lost, *ahead})
-        if kept and expected["is_within"] and not _has_state(self._dataset):
-            _log.info(
-                f"{', '.join(kept)} was set within the epoch that goes on, and is the same here. What came before was "
-                "read again with that: if it decides which samples come, the resume is not exact. Set it between two "
-                "epochs, or give the dataset state_dict and load_state_dict."
-            )
-        first = "The first batch is read with what is set here, but was read there before that was set"
-        if lost:
-            also = f" {first}: it stays inexact." if {*lost} & {*expected["ahead"]} else ""
-            _warn(
-                f"{', '.join(lost)} was set within the epoch in the run that wrote the checkpoint, by something else "
-                "than the dataset's own iteration, and is another here: the resume is not exact. Set the same again "
-                f"before the first batch, as in load_state_dict of a callback.{also}"
-            )
-        if ahead:
-            _warn(
-                f"{', '.join(ahead)} was set within the epoch in the run that wrote the checkpoint, and is the same "
-                f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
-                "batch. Set it between two epochs."
-            )
-
-
-def _has_state(dataset: Any) -> bool:
+def has_own_state(dataset: Any) -> bool:
+    """Whether a dataset, perhaps :class:`ReadTogether` with what collates, has a state of its own."""
     return has_state(dataset.dataset if isinstance(dataset, ReadTogether) else dataset)
 
 

@@ -36,7 +36,8 @@ from lightning_stateful.iterable_datasets.rank_draws import (
     lightning_seeds_workers,
     where_generators_stand,
 )
-from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses, SetWithinPass
+from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses
+from lightning_stateful.iterable_datasets.set_within_passes import SetWithinPass
 from lightning_stateful.samplers.state_codec import from_plain
 from lightning_stateful.stream_loader.options import IterableBatches, StreamOptions, batching_of
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
