@@ -420,12 +420,12 @@ def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) 
         if isinstance(given[path], TrackedLoader) or not loader.is_plain or loader.topology.num_replicas == 1:
             continue
         notes[path] = "Of each step a rank takes consecutive samples, where DistributedSampler gives it every so many."
-        if isinstance(getattr(given[path], "sampler", None), SequentialSampler):
+        if not is_shuffled(given[path]):
             notes[path] += (
                 " Samples come in the dataset's order, as shuffle=False says; Lightning alone shuffles them in "
                 "training on several ranks."
             )
-        elif is_shuffled(given[path]):
+        else:
             first, drawn_as = alike.setdefault(length_of(loader), (path, loader.path))
             if drawn_as != loader.path:
                 notes[path] += (

@@ -141,6 +141,11 @@ def _disagreement(what: str, differing: Mapping[str, str]) -> str:
         "Build the same dataset with the same settings on every rank; the loader deals out the samples. Where each "
         "rank is to have data of its own, give them equal lengths and batch sizes."
     )
+    if seeds := [name for name in differing if name.rpartition(".")[2] == "seed"]:
+        remedy = (
+            "The seed of seed_everything is another on each rank. Pass one for all, as "
+            f"StatefulDataCallback(seed=0).{'' if len(seeds) == len(differing) else f' {remedy}'}"
+        )
     if data := [name for name in differing if any(part in name.split(".") for part in ("dataset", "sources"))]:
         name = re.sub(r"(dataset\.content)\..*", r"\1", data[0])
         remedy += f" Where ranks read the same samples all the same, let it pass with accept=({name!r},)."

@@ -27,18 +27,13 @@ from lightning_stateful.errors import (
     StateMismatchError,
 )
 from lightning_stateful.generators.attributes import PLAIN
-from lightning_stateful.generators.rng import keep_randomness
-from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import post, posted
-from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
-from lightning_stateful.user_samplers.sampler_trial import copy_as_now
+from lightning_stateful.user_samplers.sampler_trial import has_come_from
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
-# Seconds to the first items with which a copy that goes on from a state takes too long at each save.
-_SLOW_TO_GO_ON = 0.5
 # Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
 _DIGEST_STRIDE = 1024
 # Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
@@ -213,20 +208,12 @@ class SamplerPass:
         order = self._order
         if note is None or not self.has_states or self.end is not None:
             return False
-        if order.facts.cannot_be_tried or order.facts.begins_in > _SLOW_TO_GO_ON:
-            return False
-        with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True), keep_randomness():
-            tried = copy_as_now(order, order.sampler)
-            items = tried.begin(*self.label, note[0], note[2])
-            with tried.entered():
-                found = deque(islice(items, self.drawn - note[0]), maxlen=1)
-                expected = digest(to_plain(tried.sampler.state_dict()))
-            drawn, latest = self._taken[-1] if self._taken else (0, [])
-            if found and drawn == self.drawn and _snapshot([*found])[-1] != latest[-1]:
-                # The state leads elsewhere, which a resume will refuse.
-                return False
-            return digest(to_plain(order.sampler.state_dict())) != expected
-        return False
+        drawn, latest = self._taken[-1] if self._taken else (0, [])
+
+        def is_latest(item: Any) -> bool:
+            return drawn != self.drawn or bool(_snapshot([item])[-1] == latest[-1])
+
+        return not has_come_from(order, self.label, note[0], note[2], self.drawn - note[0], is_latest)
 
     def _note_end(self) -> None:
         order = self._order

@@ -14,6 +14,7 @@ import torch
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.generators.attributes import attributes_of, is_lightnings
+from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
@@ -26,6 +27,7 @@ from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, told
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import digest, hex_digest
+from lightning_stateful.samplers.state_codec import to_plain
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 
 # Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
@@ -38,6 +40,8 @@ _CHEAP, _BEARABLE = 0.05, 0.5
 
 # A set of more items has a larger table once it is filled to three times as many; a smaller one needs more.
 _LARGE_SET = 50_000
+# Seconds to the first items with which a copy that goes on from a state takes too long at each save.
+_SLOW_TO_GO_ON = 0.5
 
 
 class SamplerTrial:
@@ -261,6 +265,38 @@ def copy_as_now(order: UserSampler, sampler: Any) -> IteratedSampler:
     with told(order.dealing.settings):
         copied = SamplerCopy(sampler, order.dataset)
     return order.iterating(copied.sampler, asked=AskedRanks(1) if order.dealing.answers else None)
+
+
+def has_come_from(
+    order: UserSampler, label: tuple[int, int], drawn: int, state: Any, count: int, is_latest: Callable[[Any], bool]
+) -> bool:
+    """Whether a copy comes from a state of a sampler's own to the one that it has now; True where that is not known.
+
+    Args:
+        order: The sampler.
+        label: Epoch and cycle of the pass.
+        drawn: Items that it had yielded when it gave the state.
+        state: That state.
+        count: Items that it has yielded since.
+        is_latest: Tells whether an item is the latest of these.
+    """
+    if order.facts.cannot_be_tried or order.facts.begins_in > _SLOW_TO_GO_ON:
+        return True
+    with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True), keep_randomness():
+        tried = copy_as_now(order, order.sampler)
+        items = tried.begin(*label, drawn, state)
+        with tried.entered():
+            found = deque(islice(items, count), maxlen=1)
+            reached = [digest(to_plain(tried.sampler.state_dict()))]
+        if found and not is_latest(found[0]):
+            # The state leads elsewhere, which a resume will refuse.
+            return True
+        if order.has_set_epoch:
+            # Lightning tells the next epoch where a fit ends within one.
+            tried.tell(label[0] + 1)
+            reached.append(digest(to_plain(tried.sampler.state_dict())))
+        return digest(to_plain(order.sampler.state_dict())) in reached
+    return True
 
 
 def reads_training(order: UserSampler) -> bool:

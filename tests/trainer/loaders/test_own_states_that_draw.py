@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ledger import Numbers, batches
-from support.runs import stopped, train_alone
+from support.runs import assert_same_end, ended, stopped, train_alone
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import patch_dataloader
@@ -98,3 +98,39 @@ def test_a_plain_loop_goes_on_in_its_second_epoch() -> None:
     for stop in (20, NUMBER, NUMBER + 5, NUMBER + 32):
         before, state = served(stop=stop)
         assert before + served(state)[0] == whole, stop
+
+
+class Resumable(Sampler[int]):
+    """As many people write one: begins anew where it is told another epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.start %= NUMBER
+        order = torch.randperm(NUMBER, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.start < NUMBER:
+            self.start += 1
+            yield order[self.start - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "start": self.start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch, self.start = state_dict["epoch"], state_dict["start"]
+
+
+def test_nothing_is_said_of_one_that_is_told_the_next_epoch_where_max_steps_ends_a_fit(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(NUMBER), batch_size=2, sampler=Resumable())
+
+    for steps in (5, 10, 33):
+        ended(tmp_path / "a.ckpt", make, run=train_alone, max_steps=steps)
+        assert_same_end(train_alone(make, ckpt_path=tmp_path / "a.ckpt"), train_alone(make))
