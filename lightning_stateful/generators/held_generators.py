@@ -69,8 +69,8 @@ class HeldGenerators:
         if kinds and (worker is None or worker.id == 0):
             warnings.warn(
                 f"A random generator ({', '.join(sorted(kinds))}) was made while the first sample or batch was read, "
-                "and what was drawn then follows from it as it was made: a resume within an epoch draws other numbers "
-                "there. Make it in __init__, or leave its seed out: the process's generators are seeded.",
+                "and what was drawn then follows from it as it was made: a resume draws other numbers in its first "
+                "batch. Make it in __init__, or leave its seed out: the process's generators are seeded.",
                 StatefulWarning,
                 stacklevel=4,
             )
