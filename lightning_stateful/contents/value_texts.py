@@ -90,7 +90,9 @@ def _text_of_container(value: Any) -> str:
             return ""
         return f"an array {hex_digest(np.ascontiguousarray(value).tobytes(), size=_SIZE)} of {value.nbytes} bytes"
     if isinstance(value, (array, bytes, bytearray)):
-        return f"an array {hex_digest(bytes(value), size=_SIZE)} of {len(bytes(value))} bytes"
+        view = memoryview(value)
+        is_short = view.nbytes <= _MOST_BYTES
+        return f"an array {hex_digest(view.tobytes(), size=_SIZE)} of {view.nbytes} bytes" if is_short else ""
     value = value.data if isinstance(value, (UserDict, UserList)) else value
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr) if len(value) <= _MOST_VALUES else None

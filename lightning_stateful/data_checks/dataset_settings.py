@@ -272,7 +272,7 @@ class DatasetSettings:
         followed = _followed(loader, variables)
         followed = {name: text for name, text in followed.items() if not _is_among(name.rpartition(".")[0], shown)}
         # One that a hook gives to the user's loader is that of the next pass.
-        return followed | found | texts({"collate_fn": vars(users_loader(loader)).get("collate_fn")})
+        return followed | found | texts({"collate_fn": getattr(users_loader(loader), "__dict__", {}).get("collate_fn")})
 
     def _warn(self, path: str, now: Mapping[str, str]) -> None:
         loader, built = self._loaders.get(path), self._built[path]
