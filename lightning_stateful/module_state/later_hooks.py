@@ -2,11 +2,13 @@
 
 Lightning calls ``on_train_batch_end`` of the callbacks first, of ``ModelCheckpoint`` last, and then that of the module.
 An average of weights that the module updates there lacks a step in the checkpoint, and a resume does not call the hook
-again for that batch. So it is at the end of a validation, and of an epoch for a callback that saves there.
+again for that batch. So it is at the end of a validation, and of an epoch for a callback that saves there: also of what
+an EarlyStopping counts that comes behind that callback.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +27,7 @@ _BATCH_END, _VALIDATION_END, _EPOCH_END = "on_train_batch_end", "on_validation_e
 # Kept with the loop.
 _LATER = "_later_hooks"
 _MOST_NAMED = 8
-_SCHEDULER, _SETTINGS = "lr_scheduler ", "learning rates or other settings of optimizers"
+_STOPPING, _SCHEDULER, _SETTINGS = "EarlyStopping of", "lr_scheduler ", "learning rates or other settings of optimizers"
 
 
 class _Later:
@@ -57,7 +59,7 @@ def watch(trainer: pl.Trainer, saved: list[str]) -> None:
         rank_zero_warn(
             f"The checkpoint was written by a callback in {hook}, and {_later(trainer, hook)} had changed "
             f"{some_of(names)} behind earlier ones. The checkpoint does not hold the latest of that, and the hook is "
-            f"not called again: the resume is not exact. {_remedy(hook)}",
+            f"not called again: the resume is not exact. {_remedy(hook, names)}",
             category=StatefulWarning,
         )
 
@@ -109,7 +111,7 @@ def compare(trainer: pl.Trainer, before: str = "") -> None:
         rank_zero_warn(
             f"A callback has written a checkpoint in {hook}, behind batch {batch} of epoch {epoch}, and then "
             f"{_later(trainer, hook)} has changed {some_of(names)}. The checkpoint does not hold that, and a resume "
-            f"does not call the hook again, so it is not exact. {_remedy(hook)}",
+            f"does not call the hook again, so it is not exact. {_remedy(hook, names)}",
             category=StatefulWarning,
         )
 
@@ -120,15 +122,26 @@ def _later(trainer: pl.Trainer, hook: str) -> str:
     return f"{type(module).__qualname__}.{hook}" if is_modules else f"the {hook} of a later callback"
 
 
-def _remedy(hook: str) -> str:
+def _remedy(hook: str, names: Collection[str]) -> str:
+    if all(name.startswith(_STOPPING) for name in names):
+        return "Save by ModelCheckpoint, which Lightning calls behind EarlyStopping."
     other = " or in training_step" if hook == _BATCH_END else ""
     return f"Do it in a callback{other}: the module's hooks are called last, behind ModelCheckpoint."
 
 
 def _is_followed(trainer: pl.Trainer, hook: str) -> bool:
-    """Whether a hook of the module's is called behind those of callbacks, or one of several callbacks of the user's."""
+    """Whether what is looked at may change behind a callback of the user's that saves in a hook."""
     if hook not in (_BATCH_END, _VALIDATION_END, _EPOCH_END) or trainer.sanity_checking:
         return False
+    return bool(_early_stoppings(trainer)) or _changes_module(trainer, hook)
+
+
+def _early_stoppings(trainer: pl.Trainer) -> list[EarlyStopping]:
+    return [one for one in callbacks_of(trainer) if isinstance(one, EarlyStopping)]
+
+
+def _changes_module(trainer: pl.Trainer, hook: str) -> bool:
+    """Whether a hook of the module's is called behind those of callbacks, or one of several callbacks of the user's."""
     if _has(trainer.lightning_module, pl.LightningModule, hook):
         return True
     others = [one for one in callbacks_of(trainer) if not isinstance(one, (Checkpoint, EarlyStopping))]
@@ -143,6 +156,11 @@ def _has(owner: Any, base: Any, hook: str) -> bool:
 
 def _signs(trainer: pl.Trainer, hook: str) -> dict[str, Any]:
     """By the name of a weight, a buffer or a scheduler, what is another where it was changed in this process."""
+    stopping = {f"{_STOPPING} {one.monitor}": repr(one.state_dict()) for one in _early_stoppings(trainer)}
+    return stopping | (_signs_of_module(trainer, hook) if _changes_module(trainer, hook) else {})
+
+
+def _signs_of_module(trainer: pl.Trainer, hook: str) -> dict[str, Any]:
     module = trainer.lightning_module
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # What is written to .data is counted nowhere.

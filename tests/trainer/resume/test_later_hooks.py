@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader
 
@@ -149,3 +149,45 @@ def test_nothing_is_said_where_the_checkpoint_holds_it(tmp_path: Path, kind: Any
     resumed, said_then = fit(kind, tmp_path, saves, 2 * STEPS)
     assert said + said_then == []
     assert all(map(torch.equal, resumed, whole))
+
+
+class Worse(Plain):
+    """Logs a loss that is worse in each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("worse", float(self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class SavesLast(ModelCheckpoint):
+    """Lightning calls it behind EarlyStopping, in whatever order they are given."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=True)
+        self.CHECKPOINT_EQUALS_CHAR = ""
+
+
+@pytest.mark.parametrize("kind", [SavesEpochs, SavesLast])
+def test_what_early_stopping_counts_behind_a_callback_that_saves_is_named(tmp_path: Path, kind: Any) -> None:
+    is_behind = kind is SavesEpochs
+
+    def train(path: Path | None = None) -> tuple[int, list[str]]:
+        callbacks = [EarlyStopping("worse", patience=3, check_on_train_epoch_end=True), kind(tmp_path)]
+        trainer = quiet_trainer(
+            StatefulDataCallback(seed=0),
+            *callbacks,
+            max_epochs=9,
+            limit_val_batches=0,
+            enable_checkpointing=not is_behind,
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Worse(), DataLoader(range(STEPS)), ckpt_path=path)  # type: ignore[arg-type]
+        return trainer.global_step, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+    whole, said = train()
+    assert whole == 4 * STEPS
+    steps, again = train(tmp_path / f"{'' if is_behind else 'step'}{2 * STEPS}.ckpt")
+    assert (steps == whole) is not is_behind
+    assert [SAVED in one and "EarlyStopping of worse" in one for one in said] == [True] * is_behind, said
+    assert [RESUMED in one for one in again[:1]] == [True] * is_behind, again
