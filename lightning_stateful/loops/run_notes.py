@@ -18,13 +18,25 @@ from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader
-from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.lightning import GradientAccumulationScheduler, pl
 from lightning_stateful.loops.loop_progress import reloads_every
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.ranks import topology_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.loops.single_samples import warn_of_single_samples
 from lightning_stateful.samplers.rank_exchange import expect_alike
 from lightning_stateful.state import order_in_words
+
+# Arguments of the Trainer by which training goes, with their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "precision": "32-true",
+}
 
 
 class ServesTraining(Protocol):
@@ -43,8 +55,9 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         The versions of packages, but for Lightning's, which a checkpoint has anyway; ``ranks``; ``steps``, the batches
         of the running epoch under the trainer's limit, or None where they are not known; and by the path of the loader
         ``batch_size`` (None for whole batches) and ``workers``; with ``overfit_batches`` also ``overfits``, and with
-        ``reload_dataloaders_every_n_epochs`` that number as ``reloads``. A digest of the loaders that the run began
-        with, where later ones were built, is ``began_with``.
+        ``reload_dataloaders_every_n_epochs`` that number as ``reloads``. Arguments of the Trainer by which training
+        goes, and that are not left at their defaults, are ``arguments``, as text. A digest of the loaders that the run
+        began with, where later ones were built, is ``began_with``.
     """
     reloads = reloads_every(trainer)
     steps = float(trainer.fit_loop.max_batches)
@@ -59,9 +72,32 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         "workers": {path: loader.num_workers for path, loader in combined.loaders.items()},
         **({"began_with": combined.began_with} if combined.began_with else {}),
         **({"reloads": reloads} if reloads else {}),
+        **({"arguments": arguments} if (arguments := _arguments(trainer)) else {}),
         **({"alike": sorted(combined.alike)} if topology_of(trainer).num_replicas > 1 else {}),
         **({"overfits": True} if trainer.overfit_batches else {}),  # type: ignore[attr-defined]  # set by a connector
     }
+
+
+def _arguments(trainer: Any) -> dict[str, str]:
+    present = {name: getattr(trainer, name, value) for name, value in _DEFAULTS.items()}
+    if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks_of(trainer)):
+        # It sets that as epochs begin.
+        present.pop("accumulate_grad_batches")
+    return {name: repr(value) for name, value in present.items() if value != _DEFAULTS[name]}
+
+
+def _say_other_arguments(saved: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Log which arguments of the Trainer are others than in the run that wrote a checkpoint."""
+    others = [
+        f"{name} was {saved.get(name, default)} and is {present.get(name, default)}"
+        for name, default in _DEFAULTS.items()
+        if saved.get(name) != present.get(name)
+    ]
+    if others:
+        rank_zero_info(
+            f"Arguments of the Trainer are others than in the run that wrote the checkpoint: {', '.join(others)}. "
+            "Training goes on by those of now."
+        )
 
 
 def say_resumed(
@@ -109,6 +145,8 @@ def say_resumed(
     if again:
         following += ". This trainer is fitted again: it goes on in its epoch, where Lightning alone begins the next"
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
+    if note:
+        _say_other_arguments(note.get("arguments", {}), now.get("arguments", {}))
     is_within = saved.running and not (again or progress.ended) and bool(note)
     if is_within and combined.is_sized and reloads_every(trainer) and _ranks_in_words(now) == _ranks_in_words(note):
         _warn_of_other_length(epoch, note.get("steps"), num_batches(epoch))

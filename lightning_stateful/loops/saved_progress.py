@@ -107,6 +107,7 @@ _PARTS = {
             "alike?": [str],
             "overfits?": bool,
             "reloads?": COUNT,
+            "arguments?": {str: str},
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

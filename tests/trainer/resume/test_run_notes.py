@@ -156,7 +156,19 @@ def test_a_checkpoint_says_how_it_was_run_and_no_resume_compares_it(tmp_path: Pa
         "lightning_stateful": lightning_stateful.__version__,
         "torch": str(torch.__version__),
     }
+    assert written.pop("arguments") == {"limit_train_batches": "7"}
     assert written == {"ranks": 1, "steps": 7, "batch_size": {"": 2}, "workers": {"": 0}}
     written |= {"ranks": 64, "steps": 1, "batch_size": {}, "versions": {"torch": "1.0"}}
     torch.save(contents, path)
     assert len(train(ckpt_path=path, max_epochs=1, limit_train_batches=7).ledger) > 3
+
+
+def test_other_arguments_of_the_trainer_are_named(tmp_path: Path, said: Any) -> None:
+    stopped(tmp_path / "last.ckpt", batch=3, accumulate_grad_batches=2)
+    train(ckpt_path=tmp_path / "last.ckpt", accumulate_grad_batches=2)
+    assert said("Arguments of the Trainer") == []
+    train(ckpt_path=tmp_path / "last.ckpt", val_check_interval=5)
+    assert said("Arguments of the Trainer") == [
+        "Arguments of the Trainer are others than in the run that wrote the checkpoint: accumulate_grad_batches was 2 "
+        "and is 1, val_check_interval was 1.0 and is 5. Training goes on by those of now."
+    ]
