@@ -47,6 +47,7 @@ _SHAPE = {
     "set?": {str: str},
     "first?": {str: str},
     "later?": {str: str},
+    "drawn?": [str],
     "set_within?": {"within": {str: str}, "ahead": [str], "used?": [str]},
     "alike?": [str],
     "copies?": {str: str},

@@ -26,6 +26,7 @@ from lightning_stateful.iterable_datasets.dataset_parts import (
     parts_of,
     values_in,
 )
+from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_nodes.own_state import has_state
@@ -55,7 +56,8 @@ class SetBetweenPasses:
         ``first``: one of the first value that it was set to. Of a dataset without a state of its own, or in workers,
         what was set before the first pass, as in ``on_train_start``, is there too, if samples are read by it and no
         pass changes it. ``later``: digests of what was set within a pass whose workers had been started before, and so
-        comes into force with the next one.
+        comes into force with the next one. ``drawn``: names of random generators outside of the dataset that were drawn
+        from since the latest pass, as by a callback or a dataset of validation.
     """
 
     def __init__(
@@ -90,6 +92,10 @@ class SetBetweenPasses:
         self._set: set[str] = set()
         # What was set before the first pass; None before that.
         self._set_at_start: set[str] | None = None
+        # Where generators outside of it stood as the latest pass ended; and what a checkpoint has of these.
+        self._outside: OutsideValues | None = None
+        self._ended: dict[str, str] = {}
+        self._drawn: list[str] = []
         # Where the generators stood then that it holds, by their ids.
         self._stood: dict[int, str] = {}
         self._num_read = 0
@@ -104,6 +110,7 @@ class SetBetweenPasses:
         self._expected, self._first = dict(saved.get("set", {})), dict(saved.get("first", {}))
         self._later, self._is_within, self._as_built = dict(saved.get("later", {})), is_within, None
         self._is_next = False
+        self._drawn = [] if is_within else list(saved.get("drawn", ()))
         self._restored, self._is_resumed = {}, True
 
     def note_restored(self) -> None:
@@ -134,6 +141,14 @@ class SetBetweenPasses:
     def note_begin(self) -> None:
         """A pass is about to begin."""
         self._begun = now = self._compare()
+        self._ended = {}
+        if drawn := self._drawn:
+            self._drawn = []
+            _warn(
+                f"{', '.join(drawn)} is a random generator that the dataset's code draws from, and something else drew "
+                "from it between two epochs in the run that wrote the checkpoint, as a callback or a dataset of "
+                "validation: the resume is not exact. Give each a generator of its own."
+            )
         present = self._digests(self._expected)
         lost = sorted(name for name, held in self._expected.items() if present.get(name, "") != held)
         if not self._is_within:
@@ -228,9 +243,19 @@ class SetBetweenPasses:
         if self._in_workers:
             return set()
         self._left = self.held()
+        if self._values is None:
+            self._outside = OutsideValues(self._dataset)
+            self._ended = self._generators_outside()
         changed = changed_names(self._begun, self._left)
         self._set_at_start = (self._set_at_start or set()) - changed
         return changed
+
+    def _generators_outside(self) -> dict[str, str]:
+        """Digests of the states of random generators outside of the dataset, by name."""
+        if self._outside is None:
+            return {}
+        others = self._outside.digests(of_generators=False)
+        return {name: held for name, held in self._outside.digests().items() if name not in others}
 
     def as_begun(self) -> tuple[dict[str, str], dict[str, str]]:
         """Digests of what it held as it was built, and as the latest pass began."""
@@ -243,7 +268,7 @@ class SetBetweenPasses:
         is_kept = has_own_state(self._dataset) and not self._in_workers
         return not is_kept and uses_any_of(self._dataset, [name])
 
-    def state(self, *, within: bool = False) -> dict[str, dict[str, str]]:
+    def state(self, *, within: bool = False) -> dict[str, Any]:
         """See above; empty if nothing was set.
 
         Args:
@@ -256,7 +281,8 @@ class SetBetweenPasses:
             self._compare()
             found = self._digests(self._set | (self._set_at_start or set()))
         state = {"set": found, "first": {name: self._first.get(name, "") for name in found}} if found else {}
-        return {**state, "later": later} if later else state
+        drawn = [] if within or not self._ended else sorted(changed_names(self._ended, self._generators_outside()))
+        return {**state, **({"later": later} if later else {}), **({"drawn": drawn} if drawn else {})}
 
     def _set_for_later(self) -> dict[str, str]:
         """Digests of what was set since workers that end with the pass were started."""

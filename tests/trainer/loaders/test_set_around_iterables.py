@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -190,3 +191,35 @@ def test_a_list_that_a_hook_fills_and_the_pass_empties_is_named_in_the_run_and_o
     assert len(whole) == 13
     with pytest.warns(StatefulWarning, match="Again.again was set within the epoch in the run that wrote"):
         assert fit(tmp_path / f"step={at}.ckpt") != whole[at:]
+
+
+ROLLS = random.Random(0)
+
+
+class Rolls(IterableDataset[torch.Tensor]):
+    """Shuffles with a generator of this module."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = list(range(12))
+        ROLLS.shuffle(order)
+        return (torch.full((32,), float(number)) for number in order)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_generator_that_something_else_draws_from_between_two_epochs_is_named(tmp_path: Path, draws: bool) -> None:
+    def fit(path: Path | None = None) -> tuple[list[list[float]], list[str]]:
+        ROLLS.seed(0)
+        sets = SetsOnce(Rolls(), lambda data: ROLLS.random() if draws else None)
+        saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        callbacks = [sets, StatefulDataCallback(), *([saver] if path is None else [])]
+        options = {"enable_checkpointing": path is None, "limit_val_batches": 0, "max_epochs": 3}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(*callbacks, **options).fit(BoringModel(), of_numbers(sets.dataset), ckpt_path=path)
+        return sets.trained, [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+
+    whole, said = fit()
+    assert not said
+    rest, said = fit(tmp_path / "epoch=0.ckpt")
+    assert (rest == whole[4:]) is not draws
+    assert ["ROLLS is a random generator that the dataset's code draws from" in one for one in said] == [True] * draws
