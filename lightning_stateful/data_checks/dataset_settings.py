@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset
 
@@ -21,7 +22,7 @@ from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names
 from lightning_stateful.contents.value_texts import OBJECT, shortened, texts
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import is_users, names_in, reached
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_lightnings, is_users, names_in, reached
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -32,6 +33,8 @@ from lightning_stateful.user_loaders import users_loader
 
 # Attributes in a checkpoint, and bytes of a digest.
 _MOST_ATTRIBUTES, _SIZE = 16, 6
+# How deep modules in each other are looked into.
+_MOST_DEEP = 4
 _NO_COPIES = "pass persistent_workers=False, or let the dataset derive them from the epoch"
 # Stands for a value that is missing, or has no text, as a list of tensors.
 _UNSHOWN = "something else"
@@ -435,9 +438,27 @@ def _attributes(loader: StatefulLoader) -> dict[str, str]:
         owners["collate_fn."] = loader.collate_fn
     for prefix, owner in owners.items():
         state = HeldState(owner, containers=False)
-        held = {name: shortened(text) for name, text in state.plain().items()} | texts(dict(state.attributes()))
+        attributes = dict(state.attributes())
+        for name, value in attributes_of(owner).items():
+            attributes |= dict(_settings_of_modules(name, value))
+        held = {name: shortened(text) for name, text in state.plain().items()} | texts(attributes)
         found |= {f"{prefix}{name}": text for name, text in held.items()}
     return found
+
+
+def _settings_of_modules(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Plain settings of torch modules that change samples, as torchvision's transforms are, and of their parts."""
+    if depth > _MOST_DEEP or is_lightnings(value):
+        return
+    parts: Iterable[tuple[Any, Any]] = ()
+    if type(value) in (list, tuple) and len(value) <= _MOST_ATTRIBUTES:
+        parts = enumerate(value)
+    elif isinstance(value, torch.nn.Module):
+        held = vars(value)
+        yield from ((f"{name}.{key}", one) for key, one in held.items() if type(one) in PLAIN and key != "training")
+        parts = [*held["_modules"].items(), *(item for item in held.items() if type(item[1]) in (list, tuple))]
+    for key, part in parts:
+        yield from _settings_of_modules(f"{name}.{key}", part, depth + 1)
 
 
 def _is_of_module(name: str) -> bool:

@@ -47,6 +47,28 @@ class Mixer:
         self.gain = gain
 
 
+class Adds(torch.nn.Module):
+    """A transform, as those of torchvision."""
+
+    def __init__(self, amount: float) -> None:
+        super().__init__()
+        self.amount = amount
+
+    def forward(self, value: Any) -> Any:
+        return value + self.amount
+
+
+class Compose(torch.nn.Module):
+    def __init__(self, transforms: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.transforms = transforms
+
+    def forward(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+
 class OfKinds(Dataset[torch.Tensor]):
     """Samples that follow from values of many kinds; opens a file of its own as the first sample is read."""
 
@@ -64,6 +86,7 @@ class OfKinds(Dataset[torch.Tensor]):
         self.mixer: Any = None
         self.cut = slice(0, 1)
         self.file: Any = None
+        self.transform = Compose([torch.nn.Identity(), Adds(0.0)])
 
     def __len__(self) -> int:
         return NUMBERS
@@ -75,7 +98,7 @@ class OfKinds(Dataset[torch.Tensor]):
         value += len(self.root.name) + len(self.text) + (self.day - datetime.date(2026, 1, 1)).days + self.mode.value
         value += self.table["number"].iloc[index] + self.rows[index % len(self.rows)]["number"]
         value += (self.mixer.gain if self.mixer else 0) + (MIXER.gain if MIXER else 0) + len(range(9)[self.cut])
-        return torch.full((32,), float(value))
+        return torch.full((32,), float(self.transform(value)))
 
 
 CHANGES: dict[str, tuple[Callable[[OfKinds], Any], str]] = {
@@ -91,6 +114,10 @@ CHANGES: dict[str, tuple[Callable[[OfKinds], Any], str]] = {
     "rows": (lambda data: vars(data).update(rows=data.rows.select([1, 3])), "rows was "),
     "object": (lambda data: vars(data).update(mixer=Mixer(2.0)), "mixer was a Mixer and is None"),
     "slice": (lambda data: vars(data).update(cut=slice(0, 5)), "cut was slice(0, 5, None) and is slice(0, 1, None)"),
+    "transform": (
+        lambda data: vars(data.transform.transforms[1]).update(amount=2.0),
+        "transform.transforms.1.amount was 2.0 and is 0.0",
+    ),
     "variable": (lambda data: vars(sys.modules[__name__]).update(MIXER=Mixer(2.0)), "MIXER was a Mixer and is None"),
 }
 
