@@ -193,6 +193,7 @@ class Collates(pl.Callback):
             (self.loader if self.by == "loader" else trainer.train_dataloader).collate_fn = in_tens
 
 
+@pytest.mark.filterwarnings("ignore:.*collate_fn was in_tens:lightning_stateful.errors.StatefulWarning")
 @pytest.mark.parametrize("by", ["loader", "trainer"])
 @pytest.mark.parametrize("kind", [DataLoader, ByEpoch])
 def test_a_collate_fn_that_a_hook_sets_is_used_from_the_next_epoch_on(tmp_path: Path, kind: Any, by: str) -> None:
