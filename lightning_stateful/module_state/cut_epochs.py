@@ -8,6 +8,7 @@ say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,11 +19,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_stateful.contents.dataset_content import bytes_of
 from lightning_stateful.errors import DamagedStateError, StatefulWarning
+from lightning_stateful.generators.attributes import names_in
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer, pl
 from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
 from lightning_stateful.loops.other_callbacks import callbacks_of, logged_metrics
 from lightning_stateful.loops.saved_progress import CALLBACK_KEY, LoopProgress
-from lightning_stateful.module_state import later_hooks, manual_steps
+from lightning_stateful.module_state import later_hooks, manual_steps, module_flags, passing_values
 from lightning_stateful.module_state.optimizer_steps import settings_of_optimizers
 from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
@@ -105,7 +107,8 @@ def _note(trainer: pl.Trainer) -> None:
     held = _BeforeEnd(next_step(trainer, begun=True), plain, _digests(trainer, plain), metrics)
     kept: Any = trainer.fit_loop.epoch_loop
     vars(kept)[_HELD] = held
-    manual_steps.note_cut(trainer)
+    for part in (manual_steps, module_flags, passing_values):
+        part.note_cut(trainer)
 
 
 def is_cut(trainer: pl.Trainer) -> bool:
@@ -171,7 +174,8 @@ def put_back(trainer: pl.Trainer, cut: Mapping[str, Any]) -> None:
     if changed := cut.get("changed"):
         rank_zero_warn(
             f"The epoch that goes on was cut, by max_steps say, and Lightning has called {_HOOK} for it, as it will "
-            f"once more at its end. In that hook, or around it, {' and '.join(changed)} changed: what is counted "
+            f"once more at its end. In that hook, or those of a validation that the stop has brought, "
+            f"{' and '.join(changed)} changed: what is counted "
             "there, or follows from what was there before, is so twice, and then the resume is not exact. Resume from "
             "a checkpoint that was saved in on_train_batch_end, as ModelCheckpoint(every_n_train_steps=...) does.",
             category=StatefulWarning,
@@ -192,6 +196,7 @@ def _digests(trainer: pl.Trainer, known: Collection[str]) -> dict[str, tuple[str
     module, schedulers = trainer.lightning_module, [config.scheduler for config in trainer.lr_scheduler_configs]
     steps = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
     found["schedulers"] = _SCHEDULERS, repr(steps)
+    found["saved"] = "attributes that the module saves", repr(_saved_attributes(trainer))
     found["optimizers"] = _SETTINGS, repr(settings_of_optimizers(trainer))
     if not trainer.strategy.restore_checkpoint_after_setup:
         # Else they are sharded.
@@ -199,6 +204,16 @@ def _digests(trainer: pl.Trainer, known: Collection[str]) -> dict[str, tuple[str
             sums = [(name, _sum(part)) for name, part in (*module.named_parameters(), *module.named_buffers())]
             found["weights"] = "weights or buffers of the module", repr(sums)
     return found
+
+
+def _saved_attributes(trainer: pl.Trainer) -> list[tuple[str, str]]:
+    """Names and texts of those attributes of the module that its own ``on_save_checkpoint`` names."""
+    save: Any = type(trainer.lightning_module).on_save_checkpoint
+    if save is pl.LightningModule.on_save_checkpoint:
+        return []
+    named = names_in(save.__code__) if hasattr(save, "__code__") else ()
+    texts = passing_values.texts_of_attributes(trainer)
+    return sorted((name, text) for name, text in texts.items() if re.split(r"[.[]", name)[0] in named)
 
 
 def _sum(part: torch.Tensor) -> int:

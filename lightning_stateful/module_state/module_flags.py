@@ -46,6 +46,8 @@ class _Watch:
         self.begun = ""
         # Where the latest validation began.
         self.validated: tuple[int, int] | None = None
+        # The flags ahead of the end of an epoch that was cut: where it was cut, and as flags() has them.
+        self.cut: tuple[tuple[int, int], str] | None = None
         # The flags as the fit ended.
         self.at_end: list[Any] | None = None
 
@@ -93,6 +95,14 @@ def note_validation(trainer: pl.Trainer) -> None:
         known.validated = next_step(trainer)
 
 
+def note_cut(trainer: pl.Trainer) -> None:
+    """An epoch ends before all its batches, or by a validation that is run only for that: note the flags of before."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None and known.has_begun:
+        now = _flags(trainer, known, in_training=True)
+        known.cut = next_step(trainer, begun=True), _text({**now, **known.awaited})
+
+
 def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
     """The parameters that are not trained, and the submodules in eval mode, as plain data; empty before training.
 
@@ -112,6 +122,9 @@ def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
         # Hooks set flags that will be set again.
         return list(known.saved or ())
     now = _text({**_flags(trainer, known), **known.awaited})
+    if known.cut is not None and known.cut[0] == next_step(trainer, begun=True):
+        # What that end sets it will set again.
+        now = known.cut[1]
     return [now, is_within, *([known.begun] if known.begun != now else [])]
 
 
@@ -120,12 +133,19 @@ def _text(held: Mapping[str, bool]) -> str:
     return zlib.compress(unset.encode()).hex() if unset else ""
 
 
-def _flags(trainer: pl.Trainer, known: _Watch) -> dict[str, bool]:
-    """The flags of parameters and submodules by name, as ``net.0.weight.requires_grad``."""
+def _flags(trainer: pl.Trainer, known: _Watch, *, in_training: bool = False) -> dict[str, bool]:
+    """The flags of parameters and submodules by name, as ``net.0.weight.requires_grad``.
+
+    Args:
+        trainer: The trainer.
+        known: What is known of them.
+        in_training: Whether Lightning has put no module in eval mode, even if a validation is about to begin.
+    """
     module = trainer.lightning_module
     # In validation, also one that has failed, all modules are in eval mode, and Lightning remembers which were not.
     is_validating = trainer.validating or not (trainer.training or known.validated != next_step(trainer))
-    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_validating else {}
+    is_captured = is_validating and not in_training
+    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_captured else {}
     found = {_named(name, _TRAINED): one.requires_grad for name, one in module.named_parameters()}
     return found | {_named(name, _MODE): modes.get(name, one.training) for name, one in module.named_modules()}
 

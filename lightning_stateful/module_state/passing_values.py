@@ -67,6 +67,8 @@ class _Watch:
         self.begun: dict[str, Texts] | None = None
         # Attributes as that epoch or a later one began, behind the hooks of callbacks that come before this package's.
         self.at_start: Texts | None = None
+        # Those that are others ahead of the end of an epoch that was cut, and where it was cut.
+        self.cut: tuple[tuple[int, int], dict[str, Texts]] | None = None
         # Those that are others, as the fit ended.
         self.at_end: dict[str, Texts] | None = None
         # Attributes of a checkpoint are still to be compared, but for those that another rank speaks of.
@@ -109,9 +111,20 @@ def changed(trainer: pl.Trainer, kind: str) -> Texts:
         return known.at_end[kind]
     if known.begun is None:
         return dict(known.saved[kind])
+    if known.cut is not None and known.cut[0] == next_step(trainer, begun=True):
+        # What that end sets it will set again.
+        return known.cut[1][kind]
     begun, saved, now = known.begun[kind], known.saved[kind], _KINDS[kind](trainer)
     others = [name for name, held in now.items() if name in saved or begun.get(name) != held]
     return {name: now[name] for name in others[:_MOST_NAMES]}
+
+
+def note_cut(trainer: pl.Trainer) -> None:
+    """An epoch ends before all its batches, or by a validation that is run only for that: note what is changed then."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None and known.at_end is None:
+        known.cut = None
+        known.cut = next_step(trainer, begun=True), {kind: changed(trainer, kind) for kind in _KINDS}
 
 
 def expect_attributes(trainer: pl.Trainer, of_ranks: Sequence[Texts]) -> None:

@@ -213,8 +213,6 @@ def test_a_collate_fn_that_a_hook_sets_is_used_from_the_next_epoch_on(tmp_path: 
             assert model.trained == trained[0][step:]
         else:
             # A warning is an error here.
-            said = (
-                r"is not what it was when|collate_fn as earlier epochs|collate_fn was in_tens .* and is default"
-            )
+            said = r"is not what it was when|collate_fn as earlier epochs|collate_fn was in_tens .* and is default"
             with pytest.raises((StateMismatchError, StatefulWarning), match=said):
                 trainer.fit(model, loader, ckpt_path=tmp_path / f"step={step}.ckpt")

@@ -221,3 +221,70 @@ def of_both_ranks(folder: Path) -> list[bool]:
 
 def test_each_rank_goes_on_with_what_it_had_logged(ranks: Ranks) -> None:
     assert ranks.of(of_both_ranks) == [[True, True]] * 2
+
+
+class SetsAtEnd(LedgerModel):
+    """Freezes a layer, puts another in eval mode and sets a third's rate, as the first epoch or its validation ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.Dropout(0.1))
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return super()._loss(batch) + self.extra(batch["x"].reshape(len(batch["x"]), -1, 4).mean(1)).square().mean()
+
+    def set_all(self) -> None:
+        self.extra[0].requires_grad_(False)
+        self.extra[1].eval()
+        self.extra[2].p = 0.5  # type: ignore[assignment]
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.set_all()
+
+
+class SetsInValidation(SetsAtEnd):
+    def on_train_epoch_end(self) -> None:
+        LedgerModel.on_train_epoch_end(self)
+
+    def on_validation_epoch_end(self) -> None:
+        self.set_all()
+
+
+@pytest.mark.filterwarnings("ignore:Found . module.* in eval mode at the start of training")
+@pytest.mark.parametrize("kind", [SetsAtEnd, SetsInValidation])
+@pytest.mark.parametrize("how", [{"callbacks": [StopsAt(5)]}, {"max_steps": 5}], ids=["told to stop", "max_steps"])
+def test_what_the_end_of_a_cut_epoch_sets_is_not_set_before_its_real_end(
+    tmp_path: Path, kind: Any, how: dict[str, Any]
+) -> None:
+    run = training(kind)
+    ended(tmp_path / "a.ckpt", run=run, **how)
+    assert_same_end(run(ckpt_path=tmp_path / "a.ckpt"), run())
+
+
+class Saves(LedgerModel):
+    """Keeps a factor in its checkpoints, which falls as an epoch ends."""
+
+    factor = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.factor *= 0.5
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["factor"] = self.factor
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.factor = checkpoint["factor"]
+
+
+def test_what_the_module_saves_and_the_end_of_a_cut_epoch_has_changed_is_named(tmp_path: Path) -> None:
+    run = training(Saves)
+    ended(tmp_path / "a.ckpt", run=run, max_steps=5)
+    with pytest.warns(StatefulWarning, match="attributes that the module saves changed"):
+        run(ckpt_path=tmp_path / "a.ckpt")
+    ended(tmp_path / "a.ckpt", run=run, max_epochs=1)
+    assert_same_end(run(ckpt_path=tmp_path / "a.ckpt"), run())
