@@ -16,7 +16,7 @@ from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
-from lightning_stateful.data_checks.odd_datasets import find_trained
+from lightning_stateful.data_checks.odd_datasets import find_trained, warn_if_it_follows_workers
 from lightning_stateful.data_checks.settings_of_rank import SettingsOfRank
 from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -142,6 +142,7 @@ class BatchContent:
             "rank": topology.rank,
             "settings": self._changed_settings(path),
             **({"held": held} if held else {}),
+            **({"workers": loader.num_workers} if loader.num_workers else {}),
             **content,
         }
 
@@ -316,6 +317,7 @@ class BatchContent:
 
     def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[Difference]:
         looked, before = path in self._before_hooks, self._before_hooks.get(path)
+        warn_if_it_follows_workers(self._loaders[path], _plan_of(self._loaders[path], saved), saved)
         if before is not None and is_same_batch(saved, before):
             return []
         now = self._read(trainer, path, saved)

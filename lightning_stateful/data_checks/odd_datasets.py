@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
@@ -22,9 +22,41 @@ from lightning_stateful.loaders.stateful_loader import StatefulLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.stream_loader.loader import StreamLoader
 from lightning_stateful.user_loaders import users_loader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
+
+
+def warn_if_it_follows_workers(loader: StatefulLoader, plan: Any, saved: Mapping[str, Any]) -> None:
+    """Warn where samples follow from the worker that reads them, and there are other workers than at the save.
+
+    A batch is read by processes that stand for the first and the second worker, twice by each.
+
+    Args:
+        loader: The loader, with workers.
+        plan: A plan that begins with the batch.
+        saved: The note of it in a checkpoint, with ``rank`` and, if there were any, ``workers``.
+
+    Warns:
+        StatefulWarning: The two have read something else.
+    """
+    earlier, present = saved.get("workers", 0), loader.num_workers
+    most = max(earlier, present)
+    if not present or earlier == present or most < 2:
+        return
+    found = [("", "")]
+    # What cannot be read again is not compared.
+    with suppress(Exception):
+        read = [loader.read_twice(plan, saved["rank"], worker, most) or () for worker in range(2)]
+        found = list(zip(*([digest(batch) for batch in of] for of in read), strict=True))
+    if all(one != other for one, other in found) and len({*map(str, found)}) == 1:
+        rank_zero_warn(
+            "Samples follow from the worker that reads them, by get_worker_info().id or by what worker_init_fn makes, "
+            f"and num_workers was {earlier} when the checkpoint was written and is {present}: the resume is not exact. "
+            "Pass as many workers, or derive samples from the index and the epoch.",
+            category=StatefulWarning,
+        )
 
 
 def warn_of_shared_datasets(combined: CombinedLoaders) -> None:

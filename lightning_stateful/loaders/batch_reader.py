@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 import weakref
 from collections import deque
@@ -13,11 +12,8 @@ from itertools import count
 from operator import getitem
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.worker import _generate_state
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader
 
 from lightning_stateful.contents.collate_watch import CollateWatch
 from lightning_stateful.contents.held_state import HeldState
@@ -35,8 +31,10 @@ from lightning_stateful.loaders.planned_batches import (
     PlannedBatches,
     SeededDataset,
     ShownSampler,
+    WorkersInTurn,
     read_batch,
     read_seeded,
+    stand_for,
     users_sampler,
 )
 from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
@@ -163,21 +161,24 @@ class BatchReader:
         if self._batches.asked is None:
             self._batches.asked = deque()
 
-    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int, number: int) -> list[Any] | None:
+    def read_twice(
+        self, plan: EpochPlan | ChosenBatch, rank: int, number: int, num_workers: int | None = None
+    ) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
 
         Args:
             plan: The plan.
             rank: The rank.
             number: The number of the batch in its epoch, by which its worker is known.
+            num_workers: Of how many workers that is one; None for those that there are.
 
         Returns:
             The batches, as an ``__iter__`` of the user's is given them; None where too much is held to be put back.
         """
+        loader, dataset = self.loader, self._dataset
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
         first = next(batches.of(plan, rank))
-        loader, dataset = self.loader, self._dataset
-        if not loader.num_workers:
+        if not (num_workers or loader.num_workers):
             collate: Any = loader.collate_fn
             own = _beside(collate)
             held = HeldState(dataset, collate, own)
@@ -192,10 +193,11 @@ class BatchReader:
                 outside.restore()
                 if own:
                     vars(collate.__self__).update(own)
+        count = num_workers or loader.num_workers
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         seed = self._seed_of_workers(rank, plan.epoch)
-        stands_for = partial(_stand_for, number % loader.num_workers, loader.num_workers, seed, loader.worker_init_fn)
-        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": stands_for}
+        begin = partial(stand_for, number % count, count, seed, loader.worker_init_fn)
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": begin}
         how |= {"batch_sampler": [first] * 2} if batches.is_batched else {"sampler": [first] * 2, "batch_size": None}
         how |= {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context}
         with keep_randomness():
@@ -453,34 +455,6 @@ def _shown_samplers(users: tuple[Any, Any], batches: PlannedBatches, *, cuts_sam
     return {**parts, "batch_sampler": ShownSampler(batch_sampler, batches.indices, batches.__len__, **parts)}
 
 
-def _stand_for(number: int, num_workers: int, seed: int, begin: Callable[[int], object] | None, _: int) -> None:
-    """Begin a worker that is alone as one of several, under the seeds that it has in torch."""
-    info = get_worker_info()
-    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed)).item())
-    for name, value in {"id": number, "num_workers": num_workers, "seed": base_seed + number}.items():
-        # torch guards them.
-        object.__setattr__(info, name, value)
-    random.seed(base_seed + number)
-    torch.manual_seed(base_seed + number)
-    np.random.seed(_generate_state(base_seed, number))  # type: ignore[no-untyped-call]
-    if begin is not None:
-        begin(number)
-
-
-class _WorkersInTurn(_MultiProcessingDataLoaderIter):
-    """torch's iterator, which goes on within an epoch with the worker whose turn it is: samples may follow from it."""
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._passed_over = self._index_sampler.first_in_epoch % self._num_workers
-        super()._reset(loader, first_iter)
-
-    def _try_put_index(self) -> None:
-        while self._passed_over:
-            self._passed_over -= 1
-            next(self._worker_queue_idx_cycle)
-        super()._try_put_index()
-
-
 def _begun(reference: Any, samplers: dict[str, Any], watch: Watch | None) -> Any:
     """Begin torch's iterator of a loader, over seeded batches; what shows the user plain indices is put back."""
     held = vars(reference())
@@ -489,7 +463,7 @@ def _begun(reference: Any, samplers: dict[str, Any], watch: Watch | None) -> Any
     try:
         if reference().num_workers:
             reference().check_worker_number_rationality()
-            iterator: Any = _WorkersInTurn(reference())
+            iterator: Any = WorkersInTurn(reference())
         else:
             iterator = DataLoader._get_iterator(reference())
     finally:

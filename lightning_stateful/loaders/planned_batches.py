@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data._utils.worker import _generate_state
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.contents.read_watch import ReadWatch
 from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
@@ -340,6 +343,34 @@ class PlannedBatches:
 
     def _whole(self) -> EpochPlan:
         return self.plan.whole() if isinstance(self.plan, OwnPlan) else self.plan
+
+
+def stand_for(number: int, num_workers: int, seed: int, begin: Callable[[int], object] | None, _: int) -> None:
+    """Begin a worker that is alone as one of several, under the seeds that it has in torch."""
+    info = get_worker_info()
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(seed)).item())
+    for name, value in {"id": number, "num_workers": num_workers, "seed": base_seed + number}.items():
+        # torch guards them.
+        object.__setattr__(info, name, value)
+    random.seed(base_seed + number)
+    torch.manual_seed(base_seed + number)
+    np.random.seed(_generate_state(base_seed, number))  # type: ignore[no-untyped-call]
+    if begin is not None:
+        begin(number)
+
+
+class WorkersInTurn(_MultiProcessingDataLoaderIter):
+    """torch's iterator, which goes on within an epoch with the worker whose turn it is: samples may follow from it."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._passed_over = self._index_sampler.first_in_epoch % self._num_workers
+        super()._reset(loader, first_iter)
+
+    def _try_put_index(self) -> None:
+        while self._passed_over:
+            self._passed_over -= 1
+            next(self._worker_queue_idx_cycle)
+        super()._try_put_index()
 
 
 class ShownSampler:

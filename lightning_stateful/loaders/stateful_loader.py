@@ -380,9 +380,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         """The number of that batch, by which it is seeded."""
         return 0 if self._reader is None else self._reader.number
 
-    def read_twice(self, plan: EpochPlan | ChosenBatch, rank: int, number: int) -> list[Any] | None:
-        """Read twice the first batch of a plan, of a number in its epoch, and move nothing; None where that fails."""
-        return self._reader_with(options_of(self)).read_twice(plan, rank, number)
+    def read_twice(self, plan: EpochPlan | ChosenBatch, *how: Any) -> list[Any] | None:
+        """Read twice the first batch of a plan, and move nothing: see :meth:`~.batch_reader.BatchReader.read_twice`."""
+        return self._reader_with(options_of(self)).read_twice(plan, *how)
 
     def _reader_with(self, options: dict[str, Any]) -> BatchReader:
         if self._reader is None or not self._reader.reads_by(options):

@@ -34,6 +34,7 @@ _CONTENT = {
     "rank": COUNT,
     "settings": str,
     "held?": str,
+    "workers?": COUNT,
     "chosen?": (COUNT, object, bool),
     "digest": object,
     "means": [object],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from support.runs import stopped, train_alone
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stateful import patch_dataloader
+from lightning_stateful.errors import StatefulWarning
 
 NUMBER = 22
 
@@ -27,6 +30,13 @@ class ByWorker(Dataset[dict[str, Any]]):
         worker = get_worker_info()
         assert worker is not None
         return {"id": index + 100 * worker.id, "x": torch.full((4,), index / NUMBER) + self.noise}
+
+
+class ByIndex(ByWorker):
+    """Samples that are the same, whatever reads them."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": index, "x": torch.full((4,), index / NUMBER) + torch.rand(4)}
 
 
 def draw_noise(number: int) -> None:
@@ -67,3 +77,18 @@ def test_a_plain_loop_goes_on_with_the_worker_whose_turn_it_is() -> None:
     resumed: Any = loader()
     resumed.load_state_dict(stopped_at.state_dict())
     assert before + [batch["id"].tolist() for batch in resumed] == whole
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("kind", [ByWorker, ByIndex])
+def test_another_number_of_workers_is_named_where_samples_follow_from_them(tmp_path: Path, kind: Any) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(kind(), batch_size=2, shuffle=True, num_workers=workers)
+
+    for epoch, batch in ((0, 3), (0, NUMBER // 2 - 1)):
+        stopped(tmp_path / "a.ckpt", partial(make, 2), epoch=epoch, batch=batch, run=train_alone, max_epochs=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_alone(partial(make, 3), ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        assert ["num_workers was 2" in one for one in said] == [True] * (kind is ByWorker), said
