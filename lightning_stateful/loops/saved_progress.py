@@ -80,6 +80,7 @@ _PARTS = {
     "passing": {str: str},
     "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
+    "gradients": [str],
     "counted": {str: str},
     "missed": [str],
     "later": [str],

@@ -6,7 +6,7 @@ written within, or on an error there, may hold weights that were trained on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,6 +55,25 @@ def settings_of_optimizers(trainer: pl.Trainer) -> list[dict[str, Any]]:
         }
         for group in groups
     ]
+
+
+def parameters_with_gradients(trainer: pl.Trainer) -> list[str]:
+    """Names of the parameters that have gradients, where the module's own ``optimizer_zero_grad`` may set zeros.
+
+    An optimizer goes on moving a parameter whose gradient is zero, and leaves one alone that has none.
+    """
+    module = trainer.lightning_module
+    is_own = type(module).optimizer_zero_grad is not pl.LightningModule.optimizer_zero_grad
+    if not is_own or trainer.strategy.restore_checkpoint_after_setup:
+        return []
+    return [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+
+
+def restore_gradients(trainer: pl.Trainer, names: Collection[str]) -> None:
+    """Give parameters gradients, of zeros, that had some when a checkpoint was written."""
+    for name, parameter in trainer.lightning_module.named_parameters() if names else ():
+        if name in names and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _note_step(trainer: pl.Trainer, *_: Any) -> None:

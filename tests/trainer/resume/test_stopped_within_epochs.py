@@ -288,3 +288,28 @@ def test_what_the_module_saves_and_the_end_of_a_cut_epoch_has_changed_is_named(t
         run(ckpt_path=tmp_path / "a.ckpt")
     ended(tmp_path / "a.ckpt", run=run, max_epochs=1)
     assert_same_end(run(ckpt_path=tmp_path / "a.ckpt"), run())
+
+
+class InTurn(LedgerModel):
+    """Trains one of two heads in each batch; zeros stay in place of the other's gradients, and its momentum goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch["x"].reshape(len(batch["x"]), -1, 4).mean(1)
+        return super().training_step(batch, batch_idx) + self.heads[batch_idx % 2](rows).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_zeros_stay_in_place_of_gradients_where_the_module_leaves_them(tmp_path: Path) -> None:
+    run = training(InTurn)
+    for steps in (4, 11):
+        ended(tmp_path / "a.ckpt", run=run, max_steps=steps)
+        assert_same_end(run(ckpt_path=tmp_path / "a.ckpt"), run())
