@@ -107,7 +107,9 @@ class MetricStates:
 
     def _kept(self, trainer: pl.Trainer, *, running: bool = True) -> dict[str, Any]:
         """The objects without those that Lightning resets when the present hook is over."""
-        metrics = self._all(trainer)
+        if not (metrics := self._all(trainer)):
+            # In most runs, at every batch.
+            return metrics
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         ends = ([] if running else [epoch_loop]) + ([epoch_loop.val_loop] if trainer.validating else [])
         logged = {id(one.value) for loop in ends for one in loop._results.values() if not one.is_tensor}
