@@ -36,6 +36,7 @@ from lightning_stateful.stream_nodes.shard_reader import ShardReader
 
 # A shard with nothing in it, with one sample, within a table, and over several tables.
 SIZES, OTHER_SIZES = (0, 1, 2, 8), (3, 4)
+NEEDS_REPEAT = pytest.mark.skipif(not hasattr(datasets.IterableDataset, "repeat"), reason="datasets has no repeat()")
 
 
 @pytest.fixture(autouse=True)
@@ -575,6 +576,7 @@ class TestWhatIsRefused:
         whole = HuggingFaceShards(hf.stream("arrow", tmp_path, (4,)).add_column("label", [3, 2, 1, 0]))
         assert [sample["label"] for sample in _read(whole, 0, 0)] == [3, 2, 1, 0]
 
+    @NEEDS_REPEAT
     def test_one_of_several_shards_that_is_repeated_without_end(self, tmp_path: Path) -> None:
         ds, other = hf.stream("arrow", tmp_path, (2, 2)), hf.stream("arrow", tmp_path, (2, 3), name="other")
         mixed = interleave_datasets([ds.repeat(None), other.repeat(None)], probabilities=[0.5, 0.5], seed=0)
@@ -612,6 +614,7 @@ class TestWhatIsSaid:
 
         assert re.search(said, warning), warning
 
+    @NEEDS_REPEAT
     def test_batches_of_a_function_end_with_a_shard_which_the_log_says(self, tmp_path: Path) -> None:
         stream = hf.stream("arrow", tmp_path, SIZES)
         batched, by_row = stream.map(hf.plus_batch, batched=True), stream.map(hf.plus)

@@ -20,6 +20,8 @@ from lightning_stateful import StatefulDataCallback, StatefulDataModule
 from support.ledger import Event, LedgerModel, Numbers, StepLogger
 from support.quick import is_thorough
 
+# This release of Lightning begins the first pass of a resume twice.
+BEGINS_TWICE = pl.__version__ == "2.5.0"
 MakeData = Callable[[], Any]
 # A hook, an epoch, and the number of the hook's calls in that epoch before.
 Moment = tuple[str, int, int]

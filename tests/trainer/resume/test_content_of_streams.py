@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 from support.ledger import LedgerModel, batches
-from support.runs import assert_goes_on_from_every_moment, quiet_trainer, stopped, train_alone, training
+from support.runs import BEGINS_TWICE, assert_goes_on_from_every_moment, quiet_trainer, stopped, train_alone, training
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -183,6 +183,7 @@ def test_a_resume_reads_nothing_of_what_processes_share(tmp_path: Path, kind: An
     assert given[0] == given[1]
 
 
+@pytest.mark.skipif(BEGINS_TWICE, reason="begins the first pass of a resume twice")
 @pytest.mark.parametrize(
     ("kind", "options"), [(Lines, {}), (LinesWithState, {}), (LinesWithState, WORKERS)], ids=["none", "own", "workers"]
 )

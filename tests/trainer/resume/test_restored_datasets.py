@@ -14,14 +14,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from support.runs import quiet_trainer
+from support.runs import BEGINS_TWICE, quiet_trainer
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 
 SAMPLES = 12
-BEGINS_TWICE = pl.__version__ == "2.5.0"
 pytestmark = pytest.mark.skipif(BEGINS_TWICE, reason="begins the first pass of a resume twice")
 
 
