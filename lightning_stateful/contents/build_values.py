@@ -122,12 +122,14 @@ def text_of_function(value: Any, depth: int = 0) -> str:
 
 
 def _text_of_argument(value: Any, depth: int) -> str:
-    if type(value) in (dict, set, list, tuple) and not (text := text_of_function(value, depth + 1)):
+    if type(value) in PLAIN:
+        return text_of_plain(value)
+    text = text_of_function(value, depth + 1)
+    if not text and type(value) in (dict, set, list, tuple):
         # What cannot be read is left alone.
         with suppress(Exception):
             text = digest(value) if len(value) <= _MOST_IN_LIST else str(len(value))
-        return text
-    return text_of_plain(value) if type(value) in PLAIN else text_of_function(value, depth + 1)
+    return text
 
 
 @lru_cache(maxsize=4096)

@@ -317,7 +317,7 @@ class BatchContent:
 
     def _compared(self, trainer: pl.Trainer, path: str, saved: Mapping[str, Any]) -> list[Difference]:
         looked, before = path in self._before_hooks, self._before_hooks.get(path)
-        warn_if_it_follows_workers(self._loaders[path], _plan_of(self._loaders[path], saved), saved)
+        warn_if_it_follows_workers(self._loaders[path], partial(_plan_of, self._loaders[path], saved), saved)
         if before is not None and is_same_batch(saved, before):
             return []
         now = self._read(trainer, path, saved)

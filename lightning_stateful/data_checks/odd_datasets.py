@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
@@ -28,14 +28,14 @@ from lightning_stateful.user_loaders import users_loader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
-def warn_if_it_follows_workers(loader: StatefulLoader, plan: Any, saved: Mapping[str, Any]) -> None:
+def warn_if_it_follows_workers(loader: StatefulLoader, make_plan: Callable[[], Any], saved: Mapping[str, Any]) -> None:
     """Warn where samples follow from the worker that reads them, and there are other workers than at the save.
 
     A batch is read by processes that stand for the first and the second worker, twice by each.
 
     Args:
         loader: The loader, with workers.
-        plan: A plan that begins with the batch.
+        make_plan: Makes a plan that begins with the batch.
         saved: The note of it in a checkpoint, with ``rank`` and, if there were any, ``workers``.
 
     Warns:
@@ -48,6 +48,7 @@ def warn_if_it_follows_workers(loader: StatefulLoader, plan: Any, saved: Mapping
     found = [("", "")]
     # What cannot be read again is not compared.
     with suppress(Exception):
+        plan = make_plan()
         read = [loader.read_twice(plan, saved["rank"], worker, most) or () for worker in range(2)]
         found = list(zip(*([digest(batch) for batch in of] for of in read), strict=True))
     if all(one != other for one, other in found) and len({*map(str, found)}) == 1:

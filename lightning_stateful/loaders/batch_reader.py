@@ -178,7 +178,8 @@ class BatchReader:
         loader, dataset = self.loader, self._dataset
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
         first = next(batches.of(plan, rank))
-        if not (num_workers or loader.num_workers):
+        count = num_workers or loader.num_workers
+        if not count:
             collate: Any = loader.collate_fn
             own = _beside(collate)
             held = HeldState(dataset, collate, own)
@@ -193,7 +194,6 @@ class BatchReader:
                 outside.restore()
                 if own:
                     vars(collate.__self__).update(own)
-        count = num_workers or loader.num_workers
         dataset = dataset if batches.seed is None else SeededDataset(dataset, self._held, reads=self._reads)
         seed = self._seed_of_workers(rank, plan.epoch)
         begin = partial(stand_for, number % count, count, seed, loader.worker_init_fn)

@@ -173,14 +173,14 @@ def monitors(trainer: pl.Trainer) -> set[str]:
 
 
 def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float], *, are_newer: bool = False) -> None:
-    """Put saved values where callbacks and schedulers look, unless there are newer ones."""
+    """Put saved values where callbacks and schedulers look: in place of others only if the saved ones are newer."""
     known = trainer._logger_connector._callback_metrics
-    for name in metrics if are_newer else ():
-        known.pop(name, None)
     for name, value in metrics.items():
+        if name in known and not are_newer:
+            continue
         single = torch.tensor(value, dtype=torch.float32)
         exact = single if float(single) == value or value != value else torch.tensor(value, dtype=torch.float64)
-        known.setdefault(name, exact.to(trainer.strategy.root_device))
+        known[name] = exact.to(trainer.strategy.root_device)
 
 
 def _module(trainer: Any) -> pl.LightningModule:

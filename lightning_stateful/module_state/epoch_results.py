@@ -168,10 +168,10 @@ class EpochResults:
         if all(ended):
             found["ended"] = _values_of(_joined([part for part in ended if part]))
         for name in ("set_by_hooks", "latest"):
-            # What is as on rank 0, or there in any case.
+            # The callback's state has that of rank 0 in any case.
             of_first = ranks[0].get(name, {}) if ranks[0] else {}
-            for rank, part in enumerate(ranks):
-                if part is not None and (part.get(name, {}) == of_first or (name == "latest" and not rank)):
+            for part in filter(None, ranks):
+                if part.get(name, {}) == of_first:
                     part.pop(name, None)
         found = {name: of_ranks for name, of_ranks in found.items() if of_ranks}
         is_empty = all(part is not None and not any(part.values()) for part in ranks)

@@ -121,10 +121,11 @@ def flags(trainer: pl.Trainer, *, is_within: bool) -> list[Any]:
     if not known.has_begun:
         # Hooks set flags that will be set again.
         return list(known.saved or ())
-    now = _text({**_flags(trainer, known), **known.awaited})
     if known.cut is not None and known.cut[0] == next_step(trainer, begun=True):
         # What that end sets it will set again.
         now = known.cut[1]
+    else:
+        now = _text({**_flags(trainer, known), **known.awaited})
     return [now, is_within, *([known.begun] if known.begun != now else [])]
 
 
@@ -144,8 +145,7 @@ def _flags(trainer: pl.Trainer, known: _Watch, *, in_training: bool = False) -> 
     module = trainer.lightning_module
     # In validation, also one that has failed, all modules are in eval mode, and Lightning remembers which were not.
     is_validating = trainer.validating or not (trainer.training or known.validated != next_step(trainer))
-    is_captured = is_validating and not in_training
-    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_captured else {}
+    modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if is_validating and not in_training else {}
     found = {_named(name, _TRAINED): one.requires_grad for name, one in module.named_parameters()}
     return found | {_named(name, _MODE): modes.get(name, one.training) for name, one in module.named_modules()}
 

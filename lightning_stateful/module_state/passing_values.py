@@ -123,6 +123,7 @@ def note_cut(trainer: pl.Trainer) -> None:
     """An epoch ends before all its batches, or by a validation that is run only for that: note what is changed then."""
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
     if known is not None and known.at_end is None:
+        # Else what was noted there before would be given back.
         known.cut = None
         known.cut = next_step(trainer, begun=True), {kind: changed(trainer, kind) for kind in _KINDS}
 

@@ -376,15 +376,16 @@ class ToldEpochs:
 
     Args:
         holders: The objects, at first.
+        once: Whether :meth:`tell` is to leave out some that were told before.
 
     Attributes:
         others: The numbers of those that somebody else has told another epoch, as of the latest call of :meth:`tell`.
     """
 
-    def __init__(self, holders: Sequence[Any]) -> None:
+    def __init__(self, holders: Sequence[Any], *, once: bool = False) -> None:
         self.others: set[int] = set()
         self._epoch, self._held, self._has_warned = 0, [_held_by(holder) for holder in holders], False
-        self._digests = [_digests_of(holder) for holder in holders]
+        self._digests = [_digests_of(holder) for holder in holders] if once else []
 
     def tell(self, holders: Sequence[Any], epoch: int, *, once: bool = False) -> None:
         """Call ``set_epoch`` of the objects, in their order, but of those that somebody else has told another epoch.

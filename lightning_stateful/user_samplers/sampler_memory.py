@@ -80,7 +80,7 @@ class SamplerMemory:
         self._latest: SamplerPass | None = None
         # The passes of the latest state that were begun again.
         self._begun_again: list[list[int]] | None = None
-        self._told = ToldEpochs(parts.samplers)
+        self._told = ToldEpochs(parts.samplers, once=True)
         # What the sampler held when the latest pass began, and when it ended.
         self._began_with = self._ended_with = ""
         # What it held in a pass that was broken off, before it was told another epoch.

@@ -12,6 +12,7 @@ import torch
 from harm.own_samplers import ShufflesWhenTold
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from support.runs import served_in_loop
 from support.samplers import LENGTH, LOADERS, BatchesWithoutLen, ByTheClock, GlobalRandom
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler as TorchdataDistributedSampler
@@ -456,16 +457,8 @@ def test_one_that_adds_up_what_a_plain_loop_tells_it_is_told_once(kind: Any) -> 
 
 def test_a_length_that_follows_from_the_epoch_is_no_change_that_a_plain_loop_has_made() -> None:
     def served(state: Any = None, stop: int = -1) -> tuple[list[list[int]], Any]:
-        found = list[list[int]]()
         loader: Any = patch_dataloader(DataLoader(range(12), batch_size=4, sampler=LongerEachEpoch(None)), seed=0)  # type: ignore[arg-type]
-        if state is not None:
-            loader.load_state_dict(state)
-        for _ in range(0 if state is None else state["progress"]["epoch"], 3):
-            for batch in loader:
-                found.append(batch.tolist())
-                if len(found) == stop:
-                    return found, loader.state_dict()
-        return found, None
+        return served_in_loop(loader, 3, state, stop)
 
     for stop in (2, 3, 5):
         before, state = served(stop=stop)

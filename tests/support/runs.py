@@ -119,6 +119,46 @@ class SaveOnException(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
+def served_in_loop(loader: Any, epochs: int, state: Any = None, stop: int = -1) -> tuple[list[Any], Any]:
+    """The batches of a plain loop over some epochs, from a state on if one is given; and its state if it is stopped.
+
+    Args:
+        loader: The patched loader.
+        epochs: The number of epochs, with those before the state.
+        state: What the loader saved.
+        stop: After how many batches to stop; -1 for the end.
+    """
+    found = list[Any]()
+    if state is not None:
+        loader.load_state_dict(state)
+    for _ in range(0 if state is None else state["progress"]["epoch"], epochs):
+        for batch in loader:
+            found.append(batch.tolist())
+            if len(found) == stop:
+                return found, loader.state_dict()
+    return found, None
+
+
+class ChangesOnce(pl.Callback):
+    """Changes a dataset at the end of the first epoch, and keeps the first column of every batch that is trained on.
+
+    Args:
+        dataset: The dataset.
+        change: Called with it.
+    """
+
+    def __init__(self, dataset: Any, change: Callable[[Any], Any]) -> None:
+        self.dataset, self.change = dataset, change
+        self.trained: list[list[float]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            self.change(self.dataset)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
 def numbers_module(**options: Any) -> StatefulDataModule:
     """22 shuffled training samples in batches of 2, 5 validation samples."""
     defaults: dict[str, Any] = {"train": Numbers(22), "val": Numbers(5, first=100), "batch_size": 2, "seed": 7}

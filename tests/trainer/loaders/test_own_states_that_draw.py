@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ledger import Numbers, batches
-from support.runs import assert_same_end, ended, stopped, train_alone
+from support.runs import assert_same_end, ended, served_in_loop, stopped, train_alone
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import patch_dataloader
@@ -84,15 +84,7 @@ def test_each_stop_is_resumed_exactly(kind: type[Queues], tmp_path: Path) -> Non
 def test_a_plain_loop_goes_on_in_its_second_epoch() -> None:
     def served(state: Any = None, stop: int = -1) -> tuple[list[Any], Any]:
         loader: Any = patch_dataloader(DataLoader(range(NUMBER), batch_sampler=Queues()), seed=0)  # type: ignore[arg-type]
-        found = list[Any]()
-        if state is not None:
-            loader.load_state_dict(state)
-        for _ in range(0 if state is None else state["progress"]["epoch"], 2):
-            for batch in loader:
-                found.append(batch.tolist())
-                if len(found) == stop:
-                    return found, loader.state_dict()
-        return found, None
+        return served_in_loop(loader, 2, state, stop)
 
     whole, _ = served()
     for stop in (20, NUMBER, NUMBER + 5, NUMBER + 32):

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pandas
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from support.runs import quiet_trainer
+from support.runs import ChangesOnce, quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stateful import ChunkedDataset, StatefulDataCallback
@@ -114,19 +113,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
 }
 
 
-class SetsOnce(pl.Callback):
-    def __init__(self, dataset: Any, change: Callable[[Any], None]) -> None:
-        self.dataset, self.change = dataset, change
-        self.trained: list[list[float]] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            self.change(self.dataset)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        self.trained.append(batch[:, 0].tolist())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_hook_has_set_and_nothing_sets_again_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -137,7 +123,7 @@ def test_what_a_hook_has_set_and_nothing_sets_again_is_named(
         monkeypatch.setitem(globals(), "GAIN", 1.0)
         monkeypatch.setitem(SETTINGS, "gain", 1.0)
         loader = make()
-        sets = SetsOnce(loader.dataset, change)
+        sets = ChangesOnce(loader.dataset, change)
         saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         callbacks = [sets, StatefulDataCallback(), *([saver] if path is None else [])]
         options = {"enable_checkpointing": path is None, "limit_val_batches": 0, "max_epochs": 2}
@@ -165,7 +151,7 @@ class Again(IterableDataset[torch.Tensor]):
             yield torch.full((32,), float(number))
 
 
-class PutsBack(SetsOnce):
+class PutsBack(ChangesOnce):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             self.dataset.again += [float(batch[0, 0]), float(batch[1, 0])]
@@ -209,7 +195,7 @@ class Rolls(IterableDataset[torch.Tensor]):
 def test_a_generator_that_something_else_draws_from_between_two_epochs_is_named(tmp_path: Path, draws: bool) -> None:
     def fit(path: Path | None = None) -> tuple[list[list[float]], list[str]]:
         ROLLS.seed(0)
-        sets = SetsOnce(Rolls(), lambda data: ROLLS.random() if draws else None)
+        sets = ChangesOnce(Rolls(), lambda data: ROLLS.random() if draws else None)
         saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         callbacks = [sets, StatefulDataCallback(), *([saver] if path is None else [])]
         options = {"enable_checkpointing": path is None, "limit_val_batches": 0, "max_epochs": 3}

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pandas
 import pytest
@@ -19,7 +18,7 @@ import torch
 from datasets import Dataset as Table
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from support.runs import quiet_trainer
+from support.runs import ChangesOnce, quiet_trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful import StatefulDataCallback
@@ -122,19 +121,6 @@ CHANGES: dict[str, tuple[Callable[[OfKinds], Any], str]] = {
 }
 
 
-class ChangesOnce(pl.Callback):
-    def __init__(self, dataset: OfKinds, change: Callable[[OfKinds], Any]) -> None:
-        self.dataset, self.change = dataset, change
-        self.trained: list[list[float]] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            self.change(self.dataset)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        self.trained.append(batch[:, 0].tolist())
-
-
 def fit(folder: Path, change: Callable[[OfKinds], Any], path: Path | None = None) -> list[list[float]]:
     changes = ChangesOnce(OfKinds(), change)
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
@@ -171,15 +157,13 @@ def louder(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_another_collate_fn_that_a_hook_gives_to_the_loader_is_named(tmp_path: Path) -> None:
-    class Replaces(ChangesOnce):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if trainer.current_epoch == 0:
-                loader.collate_fn = louder
+    def replace(data: Any) -> None:
+        loader.collate_fn = louder
 
     def run(*, resumed: bool) -> list[list[float]]:
         nonlocal loader
         loader = DataLoader(OfKinds(), batch_size=2, shuffle=True)
-        changes = Replaces(OfKinds(), lambda data: None)
+        changes = ChangesOnce(OfKinds(), replace)
         saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
         trainer = quiet_trainer(
             changes, StatefulDataCallback(), saver, max_epochs=3, enable_checkpointing=True, limit_val_batches=0
