@@ -234,7 +234,8 @@ def base_of(value: Any) -> Any:
 
     With its methods one is read as what it is, and methods of a user's class are not called.
     """
-    return next((kind for kind in _BASES if isinstance(value, kind)), None)
+    own = type(value)
+    return own if own in _BASES else next((kind for kind in _BASES if issubclass(own, kind)), None)
 
 
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, deque)

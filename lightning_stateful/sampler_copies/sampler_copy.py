@@ -11,10 +11,10 @@ import random
 import sys
 from array import array
 from collections import Counter, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -53,12 +53,12 @@ T = TypeVar("T")
 Path: TypeAlias = tuple[Any, ...]
 _MOST_BYTES = 2**28
 _CONTAINERS = (list, tuple, dict, set, np.ndarray, torch.Tensor)
-_NONE: Mapping[int, str] = MappingProxyType({})
 # Numbers that stand for an array which others hold.
 _SHOWN = 1024
 # Containers of so many items are looked into for what they hold in turn.
 _MOST_NESTED = 64
 _SEQUENCES = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray)
+_BUILT_IN_CONTAINERS = frozenset({list, tuple, dict, set})
 _SHARED: tuple[Any, ...] = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _SHARED += (Dataset, torch.nn.Module, torch.nn.Parameter, np.generic, random.SystemRandom)
 # Objects of these packages, a Trainer or a DataLoader among them, are none of a sampler's data.
@@ -81,6 +81,7 @@ class SamplerParts:
         samplers: Samplers, the sampler itself last.
         dicts: Plain dicts.
         long: Containers of more than 1,024 items, by the names and numbers that lead to them.
+        shown: By their ids, what long containers show, where :func:`digest_of_contents` has noted it.
     """
 
     def __init__(self, sampler: Any, dataset: Any = None) -> None:
@@ -88,6 +89,7 @@ class SamplerParts:
         self.shared: list[Any] = [] if dataset is None else [dataset]
         self.generators: dict[Path, Any] = {}
         self.long: dict[Path, Any] = {}
+        self.shown: dict[int, str] = {}
         self._seen: set[int] = set(map(id, self.shared))
         self._look_at(sampler, (), is_held=False)
         self.samplers: list[Any] = [part for part in self.found if part is not sampler and _is_sampler(part)]
@@ -98,22 +100,26 @@ class SamplerParts:
         if type(value) in PLAIN or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        is_datum = in_data and not isinstance(value, (*GENERATORS, *_CONTAINERS))
-        if is_datum or _is_shared(value, is_held):
+        # A sampler may hold thousands of lists, so what can be said by the type alone is.
+        is_built_in = type(value) in _BUILT_IN_CONTAINERS
+        is_datum = in_data and not is_built_in and not isinstance(value, (*GENERATORS, *_CONTAINERS))
+        if is_datum or (not is_built_in and _is_shared(value, is_held)):
             self.shared.append(value)
             return
         is_long = type(value) in (list, tuple, dict) and len(value) > LONG
         for name, part in held_by(value):
             self._look_at(part, (*path, name), is_long)
         self.found.append(value)
-        if isinstance(value, GENERATORS):
+        if not is_built_in and isinstance(value, GENERATORS):
             self.generators[path] = value
-        if issubclass(type(value), _SEQUENCES) and _length(value) > LONG:
+        if (is_built_in or issubclass(type(value), _SEQUENCES)) and _length(value) > LONG:
             self.long[path] = value
 
 
 def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
     """Names or numbers, and the objects that a value holds by them; of containers of plain values or of data none."""
+    if type(value) in _BUILT_IN_CONTAINERS and is_data(value.values() if type(value) is dict else value):
+        return ()
     if isinstance(value, (torch.Tensor, *GENERATORS)):
         return ()
     if isinstance(value, MethodType):
@@ -122,11 +128,9 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords), *vars(value).items()]
     if isinstance(value, np.ndarray):
         return enumerate(value.flat) if value.dtype.hasobject and value.size <= LONG else ()
-    if type(value) in (list, tuple, set, dict) and is_data(value.values() if type(value) is dict else value):
-        return ()
     items: list[tuple[Any, Any]] = []
     base = base_of(value)
-    if base is not None and (base.__len__(value) <= LONG or type(value) in (dict, list, tuple, set)):
+    if base is not None and (base.__len__(value) <= LONG or type(value) in _BUILT_IN_CONTAINERS):
         held = listed(value, base)
         items = [*(("key", key) for key in held), *base.items(value)] if issubclass(base, dict) else [*enumerate(held)]
     # A subclass of a container has attributes beside its items.
@@ -135,14 +139,13 @@ def held_by(value: Any) -> Iterable[tuple[Any, Any]]:
 
 def _as_base(value: Any) -> Any:
     """A container of a user's class as the one that it is derived from: methods of that class are not called."""
-    base = base_of(value)
-    if base is None or not is_users(type(value).__module__):
+    if type(value) in _BUILT_IN_CONTAINERS or (base := base_of(value)) is None or not is_users(type(value).__module__):
         return value
     return base(base.items(value) if issubclass(base, dict) else listed(value, base))
 
 
 def _length(value: Any) -> int:
-    base = base_of(value)
+    base = None if type(value) in _BUILT_IN_CONTAINERS else base_of(value)
     return len(value) if base is None else int(base.__len__(value))
 
 
@@ -177,7 +180,7 @@ def _is_shared(value: object, is_held: bool) -> bool:
 def _is_sampler(value: object) -> bool:
     if isinstance(value, Sampler):
         return True
-    if isinstance(value, (*_SHARED, *_CONTAINERS)) or hasattr(type(value), "__getitem__"):
+    if hasattr(type(value), "__getitem__") or isinstance(value, (*_SHARED, *_CONTAINERS)):
         return False
     return hasattr(type(value), "__iter__") and hasattr(value, "__dict__")
 
@@ -281,7 +284,7 @@ def _is_unseen(value: object) -> bool:
 
 
 def digest_of_contents(
-    sampler: Any, dataset: Any = None, *, epoch: int = -1, of_copy: bool = False, known: dict[int, str] | None = None
+    sampler: Any, dataset: Any = None, *, epoch: int = -1, of_copy: bool = False, parts: SamplerParts | None = None
 ) -> str:
     """Digest of all that a sampler holds but for random generators, to be compared in the same process.
 
@@ -290,16 +293,17 @@ def digest_of_contents(
         dataset: An object in it that is not looked into.
         epoch: An attribute that is this epoch counts as the number of the epoch, whatever it is.
         of_copy: It is compared with that of another copy, so objects do not count as the same objects.
-        known: Where to note, by their ids, what long containers show, for :func:`surroundings_of` at the same moment.
+        parts: Its parts, where they were found just now.
     """
     hashed = hashlib.blake2b(digest_size=16)
-    for part in SamplerParts(sampler, dataset).found:
+    parts = SamplerParts(sampler, dataset) if parts is None else parts
+    for part in parts.found:
         if isinstance(part, _SEQUENCES):
             items = _items_shown(part, of_copy)
             hashed.update(items.encode())
-            if known is not None and _length(part) > LONG:
-                known[id(part)] = items
-        if type(part) in (list, tuple, dict, set):
+            if _length(part) > LONG:
+                parts.shown[id(part)] = items
+        if type(part) in _BUILT_IN_CONTAINERS:
             continue
         if isinstance(part, (torch.Tensor, np.ndarray)):
             array = as_array(part) if isinstance(part, torch.Tensor) and can_be_read(part) else part
@@ -379,7 +383,7 @@ def _is_told(value: Any) -> bool:
     return is_value or (is_users(type(value).__module__) and not issubclass(type(value), (Iterator, Dataset, Sampler)))
 
 
-def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] = _NONE) -> dict[str, str]:
+def surroundings_of(sampler: Any, dataset: Any = None, parts: SamplerParts | None = None) -> dict[str, str]:
     """Digests of what copies of a sampler share with it, by name.
 
     These are long lists, attributes of datasets, classes and modules, variables and default arguments of functions that
@@ -388,15 +392,15 @@ def surroundings_of(sampler: Any, dataset: Any = None, known: Mapping[int, str] 
     Args:
         sampler: The sampler.
         dataset: An object in it that is not looked into.
-        known: What long containers show, by their ids, where :func:`digest_of_contents` has noted it just now.
+        parts: Its parts, where they were found just now.
 
     Returns:
         By names such as ``"ImageFolder.cache"``; what has the same name is digested together.
     """
-    parts, found = SamplerParts(sampler, dataset), dict[str, list[str]]()
+    parts, found = SamplerParts(sampler, dataset) if parts is None else parts, dict[str, list[str]]()
     for path, value in parts.long.items():
         name = ".".join(map(str, (type(sampler).__name__, *path)))
-        found.setdefault(name, []).append(known.get(id(value)) or _items_shown(value))
+        found.setdefault(name, []).append(parts.shown.get(id(value)) or _items_shown(value))
     objects = [part for part in parts.shared if not isinstance(part, (type, ModuleType))]
     holders: list[tuple[Any, Any]] = [(part, attributes_and_defaults(part)) for part in objects]
     holders += [(part, part._buffers) for part, _ in holders if isinstance(part, torch.nn.Module)]

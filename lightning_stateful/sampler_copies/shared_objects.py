@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from lightning_stateful.generators.attributes import (
 )
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, shown, surroundings_of
 from lightning_stateful.samplers.fingerprint import hex_digest
-
-_NONE: Mapping[int, str] = MappingProxyType({})
 
 # Objects in lists of more than 1,024 are shared too.
 _MOST_SHARED = 64
@@ -116,16 +114,16 @@ def _modules_in(parts: SamplerParts, outside: Sequence[Any]) -> list[torch.nn.Mo
     return list(dict.fromkeys(part for one in found for part in torch.nn.Module.modules(one)))
 
 
-def surroundings_in_trial(sampler: Any, dataset: Any = None, known: Mapping[int, str] = _NONE) -> dict[str, str]:
+def surroundings_in_trial(sampler: Any, dataset: Any = None, parts: SamplerParts | None = None) -> dict[str, str]:
     """As :func:`surroundings_of`, and what modules hold, and those in them, which training changes from batch to batch.
 
     Args:
         sampler: The sampler.
         dataset: As there.
-        known: As there.
+        parts: As there.
     """
     found = dict[str, list[str]]()
-    parts = SamplerParts(sampler, dataset)
+    parts = SamplerParts(sampler, dataset) if parts is None else parts
     for part in _modules_in(parts, _named_outside(parts)):
         kind = type(part).__name__
         for name, value in {**vars(part), **part._buffers}.items():
@@ -135,7 +133,7 @@ def surroundings_in_trial(sampler: Any, dataset: Any = None, known: Mapping[int,
             if weights is not None:
                 found.setdefault(f"{kind}.{name}", []).append(str(weights._version))
     of_modules = {name: hex_digest(repr(values).encode()) for name, values in found.items()}
-    return {**surroundings_of(sampler, dataset, known), **of_modules}
+    return {**surroundings_of(sampler, dataset, parts), **of_modules}
 
 
 def changed_names(sampler: Any, dataset: Any, before: dict[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count, islice
 from typing import Any
 
-from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, surroundings_of
+from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts, surroundings_of
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
@@ -119,19 +119,20 @@ def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]
 
 
-def contents_of(order: UserSampler, own: str, known: dict[int, str]) -> tuple[str, dict[str, str]]:
+def contents_of(order: UserSampler, own: str, parts: SamplerParts) -> tuple[str, dict[str, str]]:
     """Digests of what a sampler holds, and of what else may decide what it yields beside its earlier passes, by name.
 
     Args:
         order: The sampler.
         own: The digest of what it holds.
-        known: As for :func:`surroundings_of`.
+        parts: Its parts, as they are now.
     """
     if order.is_known:
         return "", {name: repr(value) for name, value in order.parameters().items()}
     facts = order.facts
     if not facts.remembers or facts.is_harmless or facts.untouched is not None:
-        return own, surroundings_of(order.sampler, order.dataset, known)
+        return own, surroundings_of(order.sampler, order.dataset, parts)
     # Its passes change its own lists, but not those of a copy from before them.
-    of = order.sampler if facts.fresh is None else facts.fresh
-    return "", surroundings_of(of, order.dataset, known)
+    if facts.fresh is None:
+        return "", surroundings_of(order.sampler, order.dataset, parts)
+    return "", surroundings_of(facts.fresh, order.dataset)

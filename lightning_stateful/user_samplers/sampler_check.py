@@ -15,6 +15,7 @@ from lightning_stateful.errors import UnsupportedLoaderError
 from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
+    SamplerParts,
     digest_of_contents,
     digest_of_generators,
     names_unseen,
@@ -89,9 +90,9 @@ def _facts_of(
         if order.cuts_samples and hasattr(type(order.sampler), "__next__"):
             raise UnsupportedLoaderError(f"{order.name}: {why}, so nobody can tell whether it" + _BEGINS_ANEW)
         return SamplerFacts(error=why, remembers=True, draws_in_len=True)
-    facts, known, begun = SamplerFacts(), dict[int, str](), collectives_begun()
-    facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
-    shared = surroundings_in_trial(order.sampler, order.dataset, known)
+    facts, parts, begun = SamplerFacts(), SamplerParts(order.sampler, order.dataset), collectives_begun()
+    facts.contents = digest_of_contents(order.sampler, order.dataset, epoch=0, parts=parts)
+    shared = surroundings_in_trial(order.sampler, order.dataset, parts)
     asked, started = AskedRanks(1 if choose and order.facts.asks else None), time.perf_counter()
     tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     fresh = partial(fresh_copy, order, choose, asked)
@@ -278,11 +279,11 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     is_own = facts.remembers and not facts.is_harmless
     if is_own or not can_be_tried(order) or facts.writes_files:
         return sequence
-    known, held = dict[int, str](), list[str]()
-    contents = digest_of_contents(order.sampler, order.dataset, epoch=0, known=known)
+    parts, held = SamplerParts(order.sampler, order.dataset), list[str]()
+    contents = digest_of_contents(order.sampler, order.dataset, epoch=0, parts=parts)
     looked_at: tuple[Any, ...] = (len(order.memory.passes), contents, sequence)
     if facts.begins_in > _SLOW_TO_BEGIN:
-        looked_at += (repr(surroundings_of(order.sampler, order.dataset, known)),)
+        looked_at += (repr(surroundings_of(order.sampler, order.dataset, parts)),)
         if order.memory.looked_at == looked_at:
             return sequence
     with suppress(Exception), SharedObjects(order.sampler, order.dataset, in_training=True):

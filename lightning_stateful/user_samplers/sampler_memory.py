@@ -190,9 +190,9 @@ class SamplerMemory:
         self._drop_left(order, *begun.label)
         now = self.compare_epochs(order, begun.label[0])
         if not any(self._contents) or not self.passes:
-            known: dict[int, str] = {}
-            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], known=known)
-            self._contents = self._contents if any(self._contents) else contents_of(order, now, known)
+            parts = SamplerParts(order.sampler, order.dataset)
+            now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], parts=parts)
+            self._contents = self._contents if any(self._contents) else contents_of(order, now, parts)
             if not self.passes and not order.is_known:
                 self.is_as_tried = now == order.facts.contents
         self.begins_as = begins_as(order, begun, is_changed=self.is_changed)
@@ -226,9 +226,9 @@ class SamplerMemory:
             return ""
         if epoch <= self.passes[-1][0]:
             return ""
-        self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, epoch)
-        known: dict[int, str] = {}
-        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch, known=known)
+        parts = SamplerParts(order.sampler, order.dataset)
+        self._told.warn(parts.samplers, epoch)
+        now = digest_of_contents(order.sampler, order.dataset, epoch=epoch, parts=parts)
         if self._ended_with not in ("", now) and not order.has_set_epoch:
             latest = digest_of_contents(order.sampler, order.dataset, epoch=self.passes[-1][0])
             if self._ended_with != latest:
@@ -238,7 +238,7 @@ class SamplerMemory:
                     once="changed",
                 )
                 return now
-        held, self._contents = self._contents, contents_of(order, now, known)
+        held, self._contents = self._contents, contents_of(order, now, parts)
         if held == self._contents:
             return now
         with self._as_tried():

@@ -377,9 +377,9 @@ class Asked(NamedTuple):
 def asked_once(order: UserSampler, epoch: int, cycle: int, latest: Asked | None) -> Asked:
     """As :func:`length_when_told`, which is asked again only where what it may depend on is not as in ``latest``."""
     sampler, dataset = order.sampler, order.dataset
-    known: dict[int, str] = {}
-    held = digest_of_contents(sampler, dataset, epoch=epoch, known=known)
-    depends_on = epoch, cycle, len(order.memory.passes), held, repr(surroundings_of(sampler, dataset, known))
+    parts = SamplerParts(sampler, dataset)
+    held = digest_of_contents(sampler, dataset, epoch=epoch, parts=parts)
+    depends_on = epoch, cycle, len(order.memory.passes), held, repr(surroundings_of(sampler, dataset, parts))
     if latest is not None and latest.depends_on == depends_on:
         return latest
     return Asked(depends_on, length_when_told(order, epoch, cycle))
