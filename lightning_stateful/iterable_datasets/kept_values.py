@@ -156,6 +156,8 @@ class KeptValues:
             return [f"{name} {OTHER_GENERATORS}"]
         held = [*self._held()]
         before, drawn, values = noted.get("kept", {}), _drawn(held), _values(held)
+        # What had not changed by then is as it was first seen.
+        self._first = {**values, **self._first}
         are_others = {name for name in drawn if name in before and before[name] != drawn[name]}
         self._elsewhere = {name: (drawn[name], before[name]) for name in are_others}
         others = [name for name, value in before.items() if values.get(name, value) != value]

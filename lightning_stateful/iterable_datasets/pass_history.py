@@ -64,11 +64,13 @@ class PassHistory(list[int]):
         attributes: What passes change in the dataset's own attributes.
         firsts: Of a dataset with a state, texts of attributes behind the first batch of the first pass.
         lasting: The names of those that were others behind the first batch of a later one.
+        beginning: The state that the dataset had before anybody read it, as plain data; None if it had none.
     """
 
     changes = draws = begins = is_behind = has_loaded = False
     outside: OutsideValues | None = None
     seed_pass: Callable[[int], object] | None = None
+    beginning: Any = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,20 +322,21 @@ def _digests_of_attributes(dataset: Any) -> dict[str, str]:
 
 
 def beginning_of(dataset: Any) -> Any:
-    """The state of a dataset that nobody has read yet, as plain data; None if it has none.
+    """The state that a dataset had before anybody read it in this process, as plain data; None if it had none.
 
     The dataset stays as it was: torchdata's ``Loader``, asked for its state first, ignores one that is loaded then.
     """
-    if not has_state(dataset):
-        return None
-    held = HeldState(dataset, containers=False)
-    try:
-        return to_plain(dataset.state_dict())
-    except Exception:
-        # Some have a state only once they are iterated.
-        return None
-    finally:
-        held.restore()
+    history = history_of(dataset)
+    if not history and has_state(dataset):
+        held = HeldState(dataset, containers=False)
+        try:
+            history.beginning = to_plain(dataset.state_dict())
+        except Exception:
+            # Some have a state only once they are iterated.
+            history.beginning = None
+        finally:
+            held.restore()
+    return history.beginning
 
 
 # By the id of a dataset: a reference to it, and its passes in this process.

@@ -708,3 +708,35 @@ def test_an_order_that_follows_no_seed_is_not_drawn_again_in_place_of_its_state(
     resumed = slot_of(DrawsItsOrder(), slot.state(), sample_seed=None)
     assert next(resumed) == next(slot)
     assert not resumed.said
+
+
+class Alternates(Numbers):
+    """Whose iterator has a local variable that seldom changes."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.at, 40):
+            block = number // 10  # noqa: F841
+            self.at += 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_what_has_not_changed_before_a_stop_is_kept_behind_it_as_without_the_stop(number: int) -> None:
+    slot = slot_of(Alternates())
+    for _ in range(number):
+        next(slot)
+    resumed = slot_of(Alternates(), slot.state())
+    for _ in range(2):
+        next(slot)
+        next(resumed)
+
+    assert resumed.state()["kept"] == slot.state()["kept"]
+    assert "__iter__.block" in slot.state()["kept"]

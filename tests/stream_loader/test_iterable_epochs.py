@@ -396,3 +396,39 @@ def test_a_pass_that_a_resume_begins_twice_is_warned_of() -> None:
     next(resumed.order.read(2, 0))
     with pytest.warns(StatefulWarning, match="the first pass of the resume was begun twice"):
         next(resumed.order.read(2, 0))
+
+
+class ReadOnce(IterableDataset[int]):
+    """Its own iterator, which has nothing left once it was read; its state leads back."""
+
+    at = 0
+
+    def __iter__(self) -> ReadOnce:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == 9:
+            raise StopIteration
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_a_dataset_that_another_loader_has_read_to_its_end_is_put_back_as_in_torchdata(number: int) -> None:
+    dataset = ReadOnce()
+    loader = patch_dataloader(DataLoader(dataset, batch_size=None))
+    batches = iter(loader)
+    read = [*islice(batches, number)]
+    state = loader.state_dict()
+    left = [*batches]
+
+    resumed = patch_dataloader(DataLoader(dataset, batch_size=None))
+    resumed.load_state_dict(state)
+
+    assert (read + left, [*resumed]) == ([*range(1, 10)], left)
