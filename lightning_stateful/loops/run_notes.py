@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
-from lightning_stateful.loaders.patching import AnyLoader
+from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loops.lightning import GradientAccumulationScheduler, pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.other_callbacks import callbacks_of
@@ -100,6 +100,16 @@ def _say_other_arguments(saved: Mapping[str, str], present: Mapping[str, str]) -
         )
 
 
+def _say_without_workers(combined: CombinedLoaders, saved: Mapping[str, int]) -> None:
+    """Log what nobody can compare where several workers have read samples, and this process reads them now."""
+    for path, loader in map_style(combined.loaders).items():
+        if saved.get(path, 0) > 1 and not loader.num_workers:
+            rank_zero_info(
+                f"num_workers was {saved[path]} in the run that wrote the checkpoint, and is 0: samples that follow "
+                "from the worker that reads them, by get_worker_info() or worker_init_fn, would be others."
+            )
+
+
 def say_resumed(
     trainer: pl.Trainer,
     loaders: ServesTraining,
@@ -147,6 +157,7 @@ def say_resumed(
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
     if note:
         _say_other_arguments(note.get("arguments", {}), now.get("arguments", {}))
+        _say_without_workers(combined, note.get("workers", {}))
     is_within = saved.running and not (again or progress.ended) and bool(note)
     if is_within and combined.is_sized and reloads_every(trainer) and _ranks_in_words(now) == _ranks_in_words(note):
         _warn_of_other_length(epoch, note.get("steps"), num_batches(epoch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from support.command_data import drawn, iterable, mixture, plain, side_by_side, stream
-from support.ledger import LedgerModel
+from support.ledger import LedgerModel, Numbers
 from support.runs import StoppedError, ended, numbers_module, quiet_trainer, stopped, train, train_alone
+from torch.utils.data import DataLoader
 
 import lightning_stateful
 from lightning_stateful.errors import StateMismatchError
@@ -161,6 +163,19 @@ def test_a_checkpoint_says_how_it_was_run_and_no_resume_compares_it(tmp_path: Pa
     written |= {"ranks": 64, "steps": 1, "batch_size": {}, "versions": {"torch": "1.0"}}
     torch.save(contents, path)
     assert len(train(ckpt_path=path, max_epochs=1, limit_train_batches=7).ledger) > 3
+
+
+def test_a_resume_without_workers_says_what_would_be_others(tmp_path: Path, said: Any) -> None:
+    def make(workers: int) -> Any:
+        return DataLoader(Numbers(12), batch_size=2, num_workers=workers)
+
+    stopped(tmp_path / "last.ckpt", partial(make, 2), epoch=0, batch=2, run=train_alone)
+    for workers in (1, 2, 0):
+        train_alone(partial(make, workers), ckpt_path=tmp_path / "last.ckpt")
+    assert said("num_workers") == [
+        "num_workers was 2 in the run that wrote the checkpoint, and is 0: samples that follow from the worker that "
+        "reads them, by get_worker_info() or worker_init_fn, would be others."
+    ]
 
 
 def test_other_arguments_of_the_trainer_are_named(tmp_path: Path, said: Any) -> None:
