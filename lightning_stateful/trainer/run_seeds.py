@@ -184,10 +184,33 @@ def request_by_epoch(trainer: pl.Trainer, request: Callable[[], Any], seed: int 
     By then the generators of the process are seeded for the model: a resume would find them elsewhere. None seeds none.
     """
     if seed is None or not reloads_every(trainer) or trainer.current_epoch <= 0:
-        return request()
+        loaders = request()
+        # Kept with the loop.
+        vars(trainer.fit_loop)[_STOOD] = Randomness.now()
+        return loaders
     with keep_randomness():
         seed_randomness(derive_seed_within(("train_dataloader", seed), trainer.current_epoch, 0))
         return request()
+
+
+# Where generators stood as the training loaders were given to Lightning, until validation loaders are asked for.
+_STOOD = "_generators_stood"
+
+
+@contextmanager
+def drawn_before_training(trainer: pl.Trainer) -> Iterator[None]:
+    """A block in which ``val_dataloader`` draws from where generators stood as the training loaders were given.
+
+    Lightning asks for it right behind them, or within a later epoch. But of a loader without length it reads the first
+    batch in between, for which generators are seeded, and on a resume that is another batch.
+    """
+    stood: Randomness | None = None if trainer.sanity_checking else vars(trainer.fit_loop).pop(_STOOD, None)
+    if stood is None or reloads_every(trainer) or stood.as_texts() == Randomness.now().as_texts():
+        yield
+        return
+    with keep_randomness():
+        stood.restore()
+        yield
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.samplers.fingerprint import without_fingerprint
 from lightning_stateful.samplers.tracked_loader import TrackedLoader
 from lightning_stateful.trainer.loader_proxy import Structure
+from lightning_stateful.trainer.run_seeds import drawn_before_training
 
 
 class ValidationData:
@@ -43,7 +44,8 @@ class ValidationData:
         Warns:
             StatefulWarning: They are of other data than in the checkpoint.
         """
-        raw = request()
+        with drawn_before_training(trainer):
+            raw = request()
         saved, self._saved = self._saved, {}
         self._described = {path: of for path, one in Structure.of(raw).loaders.items() if (of := _description(one))}
         # Loaders that are built anew may be of others every time.
