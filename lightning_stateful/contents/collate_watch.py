@@ -125,6 +125,7 @@ class _CountWatch(ReadWatch):
     def __init__(self, collate_fn: Any) -> None:
         # Within another object it is a function that is called.
         super().__init__(partial(collate_fn), keeps=False)
+        self._lost = None
         self._held: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from lightning_stateful.contents.code_uses import Use, uses_of
 from lightning_stateful.contents.held_state import is_same, is_same_item
 from lightning_stateful.contents.kept_samples import CACHED, KeptSamples
+from lightning_stateful.contents.lost_items import LostItems
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.generators.attributes import (
     BUILT_IN,
@@ -83,6 +84,7 @@ class ReadWatch:
     Args:
         dataset: The dataset.
         keeps: Whether what the dataset keeps lasts for longer than an epoch.
+        in_workers: Whether workers read it, of which one speaks for all.
     """
 
     # What it holds is not held by what it looks at.
@@ -90,10 +92,14 @@ class ReadWatch:
     _while, _if = "samples are read", "samples depend on it"
     _remedy = "derive it from the index and the epoch"
 
-    def __init__(self, dataset: Any, *, keeps: bool = True) -> None:
+    def __init__(self, dataset: Any, *, keeps: bool = True, in_workers: bool = False) -> None:
         self._dataset, self._keeps = dataset, keeps
         self._is_over, self._kept = False, KeptSamples(dataset, _held)
         self._kept.is_over = not keeps
+        said = torch.zeros(1, dtype=torch.bool)
+        if in_workers:
+            said.share_memory_()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._lost: LostItems | None = LostItems(dataset, _named_users, partial(_is_used, dataset), said)
         self._num_looks = 0
         self._changes: dict[_Name, list[Any]] = {}
         # Looks that have shown a container to have got items.
@@ -102,16 +108,19 @@ class ReadWatch:
     def __getstate__(self) -> dict[str, Any]:
         # A worker looks by itself.
         made = ReadWatch(self._dataset, keeps=self._keeps)
-        made.is_over = self.is_over or made.is_over
+        made._is_over, made._kept.is_over = self._is_over, self._kept.is_over
+        if made._lost is not None and self._lost is not None:
+            made._lost.said = self._lost.said
         return vars(made)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is looked at any more."""
-        return self._is_over and self._kept.is_over
+        return self._is_over and self._kept.is_over and (self._lost is None or self._lost.is_over)
 
     @is_over.setter
     def is_over(self, is_over: bool) -> None:
+        # Items may be lost later, too.
         self._is_over = self._kept.is_over = is_over
 
     def __call__(self, read: Callable[[], T]) -> T:
@@ -123,6 +132,8 @@ class ReadWatch:
         Warns:
             StatefulWarning: The dataset remembers what was read; once, in the first worker.
         """
+        if self._lost is not None and not self._lost.is_over:
+            read = partial(self._lost, read)
         if not self._kept.is_over:
             read = partial(self._kept, read)
         if self._is_over:
@@ -133,6 +144,9 @@ class ReadWatch:
         return samples
 
     def _end_look(self, found: list[_Name]) -> None:
+        if self._lost is not None and self._lost.named is not None:
+            owner, attribute = self._lost.named
+            found = [name for name in found if name != owner._replace(attribute=attribute)]
         if found:
             self._warn(found)
         self._is_over = self._is_over or self._num_looks >= _NUM_LOOKS
@@ -219,6 +233,7 @@ class StreamWatch(ReadWatch):
 
     def __init__(self, source: Any) -> None:
         super().__init__(source, keeps=False)
+        self._lost = None
         self._num_batches, self._before = 0, self._snapshot()
 
     def after_batch(self, *, is_last: bool = False) -> str:
@@ -309,6 +324,17 @@ def _uses(dataset: Any, name: _Name) -> Use:
     # Of a list in a dict, that of the dict.
     leaf = name.attribute.partition("[")[0].rpartition(".")[2]
     return uses_of(dataset, leaf, is_variable=not name.way)
+
+
+def _named_users(dataset: Any) -> Iterator[tuple[Any, _Name]]:
+    """Objects of the user's that are reached from a dataset, and the name of the object as that of a value in it."""
+    for value, place in islice(_users(dataset), _MOST_HOLDERS):
+        if not isinstance(value, FunctionType):
+            yield value, _Name(_way(place), type(value).__qualname__, "")
+
+
+def _is_used(dataset: Any, owner: _Name, attribute: str) -> bool:
+    return _uses(dataset, owner._replace(attribute=attribute)).uses
 
 
 def _joined(names: list[_Name]) -> str:

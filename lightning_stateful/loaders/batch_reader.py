@@ -116,8 +116,9 @@ class BatchReader:
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
         begin = options.get("worker_init_fn")
-        keeps = not options["num_workers"] or options["persistent_workers"]
-        self._reads = ReadWatch(dataset, keeps=keeps) if watches_collate else None
+        num_workers = options["num_workers"]
+        keeps = not num_workers or options["persistent_workers"]
+        self._reads = ReadWatch(dataset, keeps=keeps, in_workers=num_workers > 0) if watches_collate else None
         is_repeatable = seed is None or not any(is_used for *_, is_used in moved_for_good(dataset))
         collate = options["collate_fn"]
         roots = {"dataset": dataset, "collate_fn": collate, "worker_init_fn": begin, "loader": _beside(collate)}

@@ -464,7 +464,7 @@ REMEMBERING = {
     "queue": (lambda: StackDataset(Queue(len, held=deque(maxlen=8))), "Queue changes 'held'"),
     "words in their order": (lambda: Words(words_in_order), "Words changes 'number' whenever"),
     "words by a default": (lambda: Words(words_by_default), "Words changes 'made' whenever"),
-    "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "Remembers changes 'held'"),
+    "taken from a list": (lambda: Remembers(takes, number=0, held=[*range(999)]), "Remembers has lost items of 'held'"),
 }
 
 
