@@ -109,8 +109,8 @@ class KeptValues:
         self._iterator = iterator if is_checked else None
         # Of a copy that ends with the pass nothing is drawn later.
         self._generators = KeptGenerators(parts if stays else [])
-        # Values as they were first seen, and the names of those that were others since.
-        self._first: dict[str, str] = {}
+        # Values before the first sample, or as they were first seen, and the names of those that were others since.
+        self._first: dict[str, str] = _values(self._held()) if self._parts else {}
         self._changed: set[str] = set()
         # Random generators that stand elsewhere than before a resume: where they stand, and where they stood then.
         self._elsewhere: dict[str, tuple[str, str]] = {}
@@ -236,11 +236,13 @@ def _named(iterators: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _text_of(value: Any) -> str:
-    """A number or short string; how long a list or set is, the sum of counts, and a digest of a small array or tensor.
+    """A number, None or a short string; how long a list or set is, the sum of counts, and a digest of a small array or tensor.
 
     Of an iterator over a list, what is left. Empty for anything else.
     """
-    if type(value) in (bool, int, float, str):
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
         return repr(value) if type(value) is not str or len(value) <= _MOST_CHARACTERS else ""
     if isinstance(value, torch.Tensor):
         is_read = is_plain_tensor(value) and value.nbytes <= _MOST_BYTES

@@ -341,6 +341,47 @@ def test_a_state_without_what_later_samples_depend_on_is_told(kind: Any, name: s
             assert f"held before the stop in {name}" in said or (number > 5 and "other samples" in said)
 
 
+class SetsOnce(GoesOnWithState):
+    """Sets an attribute in one of its samples, and gives it much later; its state leaves that out."""
+
+    def __init__(self, value: Any, at: int) -> None:
+        super().__init__()
+        self.at, self.sets, self.held = 0, (at, value), type(value)(0) if value is not True else False
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 40:
+            self.at += 1
+            if self.at == self.sets[0]:
+                self.held = self.sets[1]
+            yield self.held if self.at == 40 else self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class SetsFromNone(SetsOnce):
+    def __init__(self, value: Any, at: int) -> None:
+        super().__init__(1, at)
+        self.held, self.sets = None, (at, value)
+
+
+@pytest.mark.parametrize("at", [1, 7])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(SetsOnce, True), (SetsOnce, np.float64(2)), (SetsOnce, np.int32(3)), (SetsFromNone, (1, "a")), (SetsFromNone, 2)],
+)
+def test_a_value_of_any_kind_that_a_state_leaves_out_is_told(kind: Any, value: Any, at: int) -> None:
+    slot = slot_of(kind(value, at))
+    for _ in range(6):
+        next(slot)
+    resumed = slot_of(kind(value, at), slot.state())
+    next(resumed)
+    assert "held before the stop in" in " ".join(resumed.said)
+
+
 @pytest.mark.parametrize("number", range(1, 9))
 def test_what_is_drawn_on_the_way_to_a_position_is_not_taken_for_another_position(number: int) -> None:
     slot = slot_of(SkipsAhead(), sample_seed=0)
