@@ -236,7 +236,7 @@ def _named(iterators: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _text_of(value: Any) -> str:
-    """A number, None or a short string; how long a list or set is, the sum of counts, and a digest of a small array or tensor.
+    """A number, None or a short string; how long a list or set is, the sum of counts, a digest of a small array.
 
     Of an iterator over a list, what is left. Empty for anything else.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_stateful.core.order import UNKNOWN
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
+from lightning_stateful.generators.attributes import is_users, variables_in
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loops.lightning import GradientAccumulationScheduler, pl
@@ -26,6 +28,7 @@ from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.loops.single_samples import warn_of_single_samples
 from lightning_stateful.samplers.rank_exchange import expect_alike
 from lightning_stateful.state import order_in_words
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Arguments of the Trainer by which training goes, with their defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -57,7 +60,8 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         ``batch_size`` (None for whole batches) and ``workers``; with ``overfit_batches`` also ``overfits``, and with
         ``reload_dataloaders_every_n_epochs`` that number as ``reloads``. Arguments of the Trainer by which training
         goes, and that are not left at their defaults, are ``arguments``, as text. A digest of the loaders that the run
-        began with, where later ones were built, is ``began_with``.
+        began with, where later ones were built, is ``began_with``. Where code of the data calls ``hash()``, what that
+        gives for a string in this process is ``hashes``.
     """
     reloads = reloads_every(trainer)
     steps = float(trainer.fit_loop.max_batches)
@@ -74,6 +78,7 @@ def note_of_run(trainer: pl.Trainer, combined: CombinedLoaders) -> dict[str, Any
         **({"reloads": reloads} if reloads else {}),
         **({"arguments": arguments} if (arguments := _arguments(trainer)) else {}),
         **({"alike": sorted(combined.alike)} if topology_of(trainer).num_replicas > 1 else {}),
+        **({"hashes": str(hash("hashes"))} if _calls_hash(combined) else {}),
         **({"overfits": True} if trainer.overfit_batches else {}),  # type: ignore[attr-defined]  # set by a connector
     }
 
@@ -100,14 +105,56 @@ def _say_other_arguments(saved: Mapping[str, str], present: Mapping[str, str]) -
         )
 
 
-def _say_without_workers(combined: CombinedLoaders, saved: Mapping[str, int]) -> None:
-    """Log what nobody can compare where several workers have read samples, and this process reads them now."""
+def _calls_hash(combined: CombinedLoaders) -> str:
+    """The name of a sampler, dataset or ``collate_fn`` whose own code calls ``hash()``; empty for none."""
+    for loader in combined.loaders.values():
+        order: Any = loader.order
+        for one in (getattr(order, "sampler", None), getattr(loader, "dataset", None), loader.collate_fn):
+            kinds = [kind for kind in type(one).__mro__ if is_users(kind.__module__)]
+            found = [one, *(value for kind in kinds for value in vars(kind).values())]
+            if any("hash" in variables_in(of.__code__) for of in found if isinstance(of, FunctionType)):
+                return getattr(one, "__qualname__", type(one).__qualname__)
+    return ""
+
+
+def _say_other_hashes(combined: CombinedLoaders, saved: str, present: str) -> None:
+    """Log that ``hash()`` gives other numbers for strings than in the run that wrote a checkpoint."""
+    if saved and present and saved != present:
+        rank_zero_info(
+            f"{_calls_hash(combined)} calls hash(), which gives other numbers for strings in each process: what "
+            "follows from that may be others than in the run that wrote the checkpoint. Use "
+            "zlib.crc32(text.encode()), or set PYTHONHASHSEED for all runs."
+        )
+
+
+def _say_other_workers(combined: CombinedLoaders, saved: Mapping[str, int]) -> None:
+    """Say what nobody can compare where other workers read samples than in the run that wrote a checkpoint.
+
+    Workers ask a sampler for more than is trained on, and for what comes behind the last item.
+
+    Warns:
+        StatefulWarning: A sampler changes itself behind its last item.
+    """
     for path, loader in map_style(combined.loaders).items():
-        if saved.get(path, 0) > 1 and not loader.num_workers:
+        earlier, present = saved.get(path, loader.num_workers), loader.num_workers
+        if earlier == present:
+            continue
+        was = f"num_workers was {earlier} in the run that wrote the checkpoint, and is {present}"
+        if earlier > 1 and not present:
             rank_zero_info(
-                f"num_workers was {saved[path]} in the run that wrote the checkpoint, and is 0: samples that follow "
-                "from the worker that reads them, by get_worker_info() or worker_init_fn, would be others."
+                f"{was}: samples that follow from the worker that reads them, by get_worker_info() or worker_init_fn, "
+                "would be others."
             )
+        order = loader.order
+        if isinstance(order, WrappedSampler) and order.remembers:
+            text = (
+                f"{was}. {order.name} changes itself while it is iterated, and workers ask it for more items than are "
+                "trained on, so a later epoch may have others than with as many workers as before."
+            )
+            if order.facts.ends_late:
+                rank_zero_warn(text, category=StatefulWarning)
+            else:
+                rank_zero_info(text)
 
 
 def say_resumed(
@@ -157,7 +204,8 @@ def say_resumed(
     rank_zero_info(f"Resumed at {where}: {runs}{following}.")
     if note:
         _say_other_arguments(note.get("arguments", {}), now.get("arguments", {}))
-        _say_without_workers(combined, note.get("workers", {}))
+        _say_other_hashes(combined, note.get("hashes", ""), now.get("hashes", ""))
+        _say_other_workers(combined, note.get("workers", {}))
     is_within = saved.running and not (again or progress.ended) and bool(note)
     if is_within and combined.is_sized and reloads_every(trainer) and _ranks_in_words(now) == _ranks_in_words(note):
         _warn_of_other_length(epoch, note.get("steps"), num_batches(epoch))

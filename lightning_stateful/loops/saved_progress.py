@@ -110,6 +110,7 @@ _PARTS = {
             "overfits?": bool,
             "reloads?": COUNT,
             "arguments?": {str: str},
+            "hashes?": str,
         },
     ),
     "ledger": Either({"start": str, "epoch": EPOCH, "batch": COUNT}, str),

@@ -487,7 +487,8 @@ _BEGINS_ANEW = (
 _CHANGES_UNSEEN = (
     " yields something else whenever a copy of it is begun, and its code reaches what to try it before training "
     "changes: a file, variables of a function, or an object that is not copied (a database, an iterator, a generator "
-    "of a class of your own). Let it keep that in attributes of its own, or pass accept=('nondeterministic',)."
+    "of a class of your own, a table of pandas that is changed in place). Let it keep that in lists, dicts or arrays "
+    "of its own, or pass accept=('nondeterministic',)."
 )
 
 

@@ -362,7 +362,7 @@ class SamplerMemory:
                 f"{order.name} yields something else at item {index} of its first epoch than when it was tried before "
                 "training: it depends on a count or a generator of its own that no attribute holds, or on training, "
                 "time, a thread or another process. A resume from here is exact only if it yields the same again. "
-                "Within an epoch anything else is refused; where an epoch begins, nobody can tell.",
+                "Other items before a stop are refused within an epoch; what comes behind it nobody can tell.",
                 once="trial",
             )
 

@@ -311,7 +311,7 @@ class SamplerEpochPlan:
         if walk.look_ahead(left + 1) > left:
             warn(
                 f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
-                "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all."
+                "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all of one that ends."
             )
 
 

@@ -413,6 +413,6 @@ def refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
     found_text = f"more than {says}" if found > says else f"only {found}"
     raise ConfigurationError(
         f"{order.name} yields {found_text} items in epoch 0, but {saying}. Steps and the end of an epoch follow "
-        "from that: correct it, or wrap the sampler in DDPSamplerWrapper(sampler, length='unknown'), which finds out "
-        "where it ends."
+        "from that: correct it, or wrap the sampler: DDPSamplerWrapper(sampler, length=N) ends an epoch after N, and "
+        "length='unknown' finds out where one ends that is not endless."
     )

@@ -178,6 +178,30 @@ def test_a_resume_without_workers_says_what_would_be_others(tmp_path: Path, said
     ]
 
 
+class ByHash(Numbers):
+    """Samples that follow from a number which is another one in each process."""
+
+    salt = "a"
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if hash(self.salt) else None
+
+
+@pytest.mark.parametrize("kind", [ByHash, Numbers])
+def test_data_that_call_hash_are_named_in_a_process_that_hashes_otherwise(tmp_path: Path, said: Any, kind: Any) -> None:
+    path, make = tmp_path / "last.ckpt", lambda: DataLoader(kind(12), batch_size=2)
+    stopped(path, make, epoch=0, batch=2, run=train_alone)
+    train_alone(make, ckpt_path=path)
+    assert said("ByHash") == []
+    contents = torch.load(path, weights_only=True)
+    written = contents["callbacks"]["StatefulDataCallback"]["written"]
+    assert ("hashes" in written) == (kind is ByHash)
+    written["hashes"] = "1"
+    torch.save(contents, path)
+    train_alone(make, ckpt_path=path)
+    assert ["calls hash()" in line for line in said("ByHash")] == [True] * (kind is ByHash)
+
+
 def test_other_arguments_of_the_trainer_are_named(tmp_path: Path, said: Any) -> None:
     stopped(tmp_path / "last.ckpt", batch=3, accumulate_grad_batches=2)
     train(ckpt_path=tmp_path / "last.ckpt", accumulate_grad_batches=2)
