@@ -308,7 +308,8 @@ class SamplerEpochPlan:
         left = 0 if end is None else max(end - index, 0)
         if end is None or walk.end is not None or not self._is_iterated_behind(left):
             return
-        if walk.look_ahead(left + 1) > left:
+        # A state that is its generator alone begins to count anew.
+        if walk.look_ahead(left + 1) > left and not walk.has_state:
             warn(
                 f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
                 "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all of one that ends."

@@ -15,8 +15,9 @@ import pytest
 import torch
 from support import samplers as theirs
 from support.orders import through_json
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.core import Progress
 from lightning_stateful.errors import PositionError, StatefulWarning, StateMismatchError
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
@@ -365,3 +366,39 @@ def test_notes_are_the_same_on_every_way_to_an_item(size: int) -> None:
         for number, (_, batch) in enumerate(rest.batches(0), 1):
             assert batch == served[stop + number - 1]
             assert rest.progress_after(number).details["sampler"] == expected[stop + number - 1]
+
+
+class StateOfGenerator(Sampler[int]):
+    """Draws with replacement; its state is where its generator stands, and no position."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 46
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(48, (1,), generator=self.generator)) for _ in range(46))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_state_that_begins_to_count_anew_is_not_taken_for_a_longer_epoch(num_replicas: int) -> None:
+    def make() -> Any:
+        loader: Any = DataLoader(range(48), batch_size=4, sampler=StateOfGenerator())
+        return patch_dataloader(loader, seed=0, num_replicas=num_replicas, rank=0)
+
+    whole = [[batch.tolist() for batch in loader] for loader in [make()] for _ in range(2)]
+    loader = make()
+    list(loader)
+    batches = iter(loader)
+    before = [next(batches).tolist() for _ in range(3)]
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert before + [batch.tolist() for batch in resumed] == whole[1]
