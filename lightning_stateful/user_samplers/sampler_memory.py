@@ -194,8 +194,9 @@ class SamplerMemory:
             now = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0], parts=parts)
             self._contents = self._contents if any(self._contents) else contents_of(order, now, parts)
             if not self.passes and not order.is_known:
-                self.is_as_tried = now == order.facts.contents
-        self.begins_as = begins_as(order, begun, is_changed=self.is_changed)
+                self.is_as_tried = order.facts.contents in ("", now)
+        is_restored = not (self.passes or self.is_as_tried) and begun.label[0] > self.first_epoch
+        self.begins_as = begins_as(order, begun, is_changed=self.is_changed or is_restored)
         begun.entry = [*begun.label, 0]
         self._append(begun.entry, order.is_trained_on)
         self._latest, self._ended_with, self._began_with = begun, "", now

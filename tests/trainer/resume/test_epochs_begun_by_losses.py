@@ -343,3 +343,47 @@ def test_ranks_that_deal_themselves_by_a_buffer_go_on_exactly_where_an_epoch_beg
 def test_within_an_epoch_they_are_refused(tmp_path: Path) -> None:
     for error in Ranks(2, tmp_path / "ranks").errors_of(by_buffer, STEPS // 2 + 2):
         assert "no longer yields what it did up to this item" in error
+
+
+class Weighted(Sampler[int]):
+    """Draws by weights that a callback sets once, and restores."""
+
+    def __init__(self, model: Any) -> None:
+        self.weights = torch.ones(NUMBER)
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, NUMBER, replacement=True).tolist())
+
+
+class SetsWeights(Learns):
+    """Sets the weights of its sampler behind the first epoch; a checkpoint has them."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.save_checkpoint(self.folder / f"{self.trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.sampler.weights = torch.arange(NUMBER) + 1.0
+            self.trainer.save_checkpoint(self.folder / "end.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["weights_of_sampler"] = self.sampler.weights
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["weights_of_sampler"]
+
+    def on_train_start(self) -> None:
+        if self.trainer.ckpt_path is not None:
+            self.sampler.weights = self.kept
+
+
+def test_nothing_is_said_where_what_was_set_is_restored_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Learns", SetsWeights)
+    whole, _ = fit(Weighted, tmp_path)
+    first, said = fit(Weighted, tmp_path, "end")
+    second, said_again = fit(Weighted, tmp_path, STEPS + 3)
+    assert (first, second) == (whole[STEPS:], whole[STEPS + 3 :])
+    assert said == said_again == []
