@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterDataPipe
 
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.errors import Remark, some_of
@@ -76,6 +77,9 @@ class KeptGenerators:
 
 def _names_set_anew(dataset: Any) -> set[str]:
     """The names of a dataset's random generators that each pass sets before it draws from them."""
+    if isinstance(dataset, IterDataPipe) and callable(getattr(dataset, "set_seed", None)):
+        # As a DataLoader seeds it.
+        return {*attributes_of(dataset)}
     names = {name for name, value in attributes_of(dataset).items() if isinstance(value, GENERATORS)}
     named = names & names_in_methods(type(dataset)) if names else names
     told = names_told(dataset) or frozenset()

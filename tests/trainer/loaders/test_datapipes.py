@@ -25,17 +25,19 @@ def sample(index: int) -> dict[str, torch.Tensor]:
     return {"id": torch.tensor(index), "x": torch.full((4,), index / 100) + torch.rand(1)}
 
 
-def made(num_workers: int = 0, *, is_shuffled: bool = True, **options: Any) -> Any:
+def made(num_workers: int = 0, *, is_shuffled: bool = True, persists: bool = True, **options: Any) -> Any:
     pipe: Any = IterableWrapper(range(24))
     pipe = pipe.shuffle(buffer_size=7) if is_shuffled else pipe
     pipe = pipe.sharding_filter().map(sample)
-    return DataLoader(pipe, batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0, **options)
+    return DataLoader(
+        pipe, batch_size=2, num_workers=num_workers, persistent_workers=persists and num_workers > 0, **options
+    )
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_share_an_epoch_and_a_resume_is_exact(tmp_path: Path, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "persists"), [(0, False), (2, True), (2, False)])
+def test_workers_share_an_epoch_and_a_resume_is_exact(tmp_path: Path, num_workers: int, persists: bool) -> None:
     def make() -> Any:
-        return made(num_workers)
+        return made(num_workers, persists=persists)
 
     ledger = train_alone(make, max_epochs=2).ledger
     for epoch in range(2):
