@@ -80,7 +80,7 @@ class SlotDataset(IterableDataset[Delivery]):
         seed: Seeds what ``collate`` draws, by (seed, pass, slot, batch of the slot); None to leave it.
         is_pinned: Whether torch pins what is handed over to memory.
         is_trained_on: Whether ``collate`` is looked at, and a warning says if it carries something over.
-        hides_worker: Whether the dataset sees no worker, as in the training process.
+        hides_worker: Whether the dataset sees no worker, as in the training process, and gives its first batch alone.
     """
 
     tasks: list[Any]
@@ -192,7 +192,8 @@ class _Deliveries:
             self._is_over = True
             slot.close()
             return Delivery(task.worker, self._encode(slot.state()), None, True, self._said(slot))
-        self._is_over = False
+        # The next one might be written over a tensor that was handed over.
+        self._is_over = self._dataset._hides_worker
         state = slot.state()
         batch = self._dataset.collated(samples, task, state["batches"])
         given = getattr(slot, "given", NOTHING)

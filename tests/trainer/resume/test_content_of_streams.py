@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.runs import BEGINS_TWICE, assert_goes_on_from_every_moment, quiet_t
 from support.sampler_cases import PlainData
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import StatefulDataCallback, patch_dataloader
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
 
 WORDS = ["low", "tide", "salt", "gull", "rope", "sand"]
@@ -306,3 +307,22 @@ def test_a_collate_fn_that_goes_by_the_step_is_warned_of_on_a_resume(tmp_path: P
     fit(None, 4).save_checkpoint(tmp_path / "x.ckpt")
     with pytest.warns(StatefulWarning, match=r"holds a ByStep, and Lightning reads its loader one batch ahead"):
         fit(tmp_path / "x.ckpt", 6)
+
+
+class Overwrites(IterableDataset[Any]):
+    """Gives the same tensor each time, with other numbers in it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        held = torch.zeros(4)
+        for number in range(200):
+            held += 1
+            held[0] = number
+            yield held
+
+
+def test_the_first_batch_is_not_overwritten_while_it_is_compared() -> None:
+    loader: Any = patch_dataloader(DataLoader(Overwrites(), batch_size=None))
+    for _ in range(5):
+        batch = loader.order.read_first(0)
+        time.sleep(0.05)
+        assert batch.tolist() == [0, 1, 1, 1]
