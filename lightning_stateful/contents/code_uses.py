@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import dis
 import inspect
 import linecache
 import warnings
@@ -107,6 +108,13 @@ def is_set_anew(owner: Any, name: str, read: frozenset[str]) -> bool:
         and not any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(step.value))
         for step, target, of in assigns
     )
+
+
+def reads(owner: Any, name: str, functions: frozenset[str]) -> bool:
+    """Whether functions of those names, or what they call, read an attribute of that name."""
+    codes = [one for code in _code_of(owner, functions) for one in codes_in(code)]
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    return any(step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == name for step in steps)
 
 
 def forgets(kind: type, method: str, name: str) -> bool:

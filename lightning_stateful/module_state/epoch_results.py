@@ -29,7 +29,13 @@ from lightning_stateful.module_state.metric_states import MetricState, MetricSta
 from lightning_stateful.module_state.model_generators import ModelGenerators, warn_of_lost
 from lightning_stateful.module_state.module_changes import note_buffers
 from lightning_stateful.module_state.module_flags import look_again
-from lightning_stateful.module_state.passing_values import changed, expect_attributes, look_at_settings, look_once
+from lightning_stateful.module_state.passing_values import (
+    changed,
+    expect_attributes,
+    look_at_settings,
+    look_once,
+    note_again,
+)
 from lightning_stateful.module_state.rank_buffers import RankBuffers, put_back, warn_of_parted
 from lightning_stateful.samplers.rank_exchange import post, posted
 
@@ -332,6 +338,7 @@ class EpochResults:
     def end(self, trainer: pl.Trainer) -> None:
         """Add all of it at the end of an epoch, and remember the sums of one that ends before all its batches."""
         self._add(trainer, at_end=True)
+        note_again(trainer)
         self._at_end = next_step(trainer, begun=True), self._now(trainer, _MOST_SAVED)
         if cut_epochs.is_cut(trainer):
             self._cut = trainer, self._summed_up(trainer, read_progress(trainer))

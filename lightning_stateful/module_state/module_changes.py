@@ -218,6 +218,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
 def note_weights(trainer: pl.Trainer) -> None:
     """Note the sums of all weights as a validation begins, ahead of all hooks."""
     later_hooks.compare(trainer)
+    passing_values.note_again(trainer)
     # Kept with the loop.
     vars(trainer.fit_loop)["_weights"] = next_step(trainer), _sums_of_weights(trainer)
     counted_batches.note_validation(trainer)
@@ -236,7 +237,9 @@ def _replaced_weights(trainer: pl.Trainer) -> list[str]:
     if not trainer.validating or trainer.sanity_checking or at != next_step(trainer) or _holds_averages(trainer):
         return []
     now = _sums_of_weights(trainer)
-    return [name for name, one in before.items() if name in now and one.item() != now[name].item()][:_MOST_NAMED]
+    # Where training has diverged, both are not a number.
+    others = [name for name, one in before.items() if name in now and repr(one.item()) != repr(now[name].item())]
+    return others[:_MOST_NAMED]
 
 
 def _some(names: list[str]) -> str:

@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful.contents.code_uses import is_set_anew, uses_of
+from lightning_stateful.contents.code_uses import is_set_anew, reads, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class, is_users, package_of
 from lightning_stateful.loops.lightning import pl
@@ -44,6 +44,13 @@ _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])))
 # Functions that train; Lightning's own lead to them.
 _TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
+# Hooks that a resume calls again ahead of its first batch: of a validation that was due, or of an epoch's end.
+_AGAIN = frozenset(
+    {
+        *(f"on_validation_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")),
+        *("validation_step", "on_train_epoch_end"),
+    }
+)
 # Settings of the Trainer that a step goes by.
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 # Ends the name of the steps of a learning rate schedule.
@@ -75,6 +82,8 @@ class _Watch:
         self.is_awaiting, self.shared = False, set[tuple[str, str]]()
         # So are settings.
         self.awaits_settings = bool(saved["settings"])
+        # Whether hooks of before the save are called again first.
+        self.is_again = False
 
 
 def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None) -> None:
@@ -171,6 +180,13 @@ def look_at_start(trainer: pl.Trainer) -> None:
         known.at_start = texts_of_attributes(trainer)
 
 
+def note_again(trainer: pl.Trainer) -> None:
+    """A validation, or the end of an epoch, begins: on a resume hooks change once more what they had changed."""
+    known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
+    if known is not None and (known.is_awaiting or known.awaits_settings):
+        known.is_again = True
+
+
 def look_once(trainer: pl.Trainer) -> None:
     """Tell, as the first batch of a resume begins, which attributes are others than at the save and were not set since.
 
@@ -193,6 +209,10 @@ def look_once(trainer: pl.Trainer) -> None:
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
     if next_step(trainer)[1] == 0:
         others = {name: was for name, was in others.items() if not _is_set_by_epoch(trainer, name)}
+    again = _changed_again(trainer, known, "remembered", at_start if known.at_start else now)
+    others |= again
+    now = {name: held for name, held in now.items() if name not in again}
+    now |= {name: begun[name] for name in again if name in begun}
     left = [
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
@@ -236,6 +256,8 @@ def look_at_settings(trainer: pl.Trainer) -> None:
         return
     known.awaits_settings = False
     now, begun = _settings(trainer), known.begun["settings"]
+    again = _changed_again(trainer, known, "settings", now)
+    now |= {name: begun[name] for name in again if name in begun}
     left = {name: was for name, was in known.saved["settings"].items() if now.get(name, was) != was}
     said = [_change(name, was, now[name]) for name, was in left.items() if now[name] == begun.get(name)]
     if said:
@@ -248,6 +270,32 @@ def look_at_settings(trainer: pl.Trainer) -> None:
         )
 
 
+def _changed_again(trainer: pl.Trainer, known: _Watch, kind: str, now: Texts) -> Texts:
+    """Values of a checkpoint that nothing had restored when hooks changed them again, by what they were.
+
+    Args:
+        trainer: The trainer.
+        known: What is known.
+        kind: As for :func:`changed`.
+        now: The values behind these hooks.
+
+    Returns:
+        What they were in the checkpoint; empty where no such hook was called.
+    """
+    if not known.is_again or known.begun is None:
+        return {}
+    begun, owners = known.begun[kind], [trainer.lightning_module, *callbacks_of(trainer)]
+    return {
+        name: was
+        for name, was in known.saved[kind].items()
+        if begun.get(name) not in (was, now.get(name)) and any(reads(one, _leaf(name), _AGAIN) for one in owners)
+    }
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2].partition("[")[0]
+
+
 def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
     """Whether code that trains uses an attribute of the module, or of a part of it, as an earlier batch has left it."""
     module = trainer.lightning_module
@@ -258,7 +306,7 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
         is_held = leaf in vars(part) or leaf in defaults_of_class(part) or (inner and "." not in inner)
         if is_held and is_users(type(part).__module__):
             # Of what an object in an attribute holds, that name.
-            last = inner.rpartition(".")[2].partition("[")[0]
+            last = _leaf(inner)
             use = uses_of(module, last, may_be_called=callable(vars(part).get(leaf)), read=_TRAINS)
             return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
