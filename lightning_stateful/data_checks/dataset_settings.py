@@ -296,6 +296,7 @@ class DatasetSettings:
                 name: [latest, latest, first] for name, (latest, began, first) in expected.items() if latest != began
             }
             self._expected |= {path: later} if later else {}
+            self._as_built[path] = {name for name in later if now.get(name, "") == built.get(name, "")}
         self._compared.add(path)
         for name, (latest, began, first) in expected.items():
             set_within += [name] if latest != began else []
@@ -305,7 +306,7 @@ class DatasetSettings:
             saved, present = began if in_copies else latest, now.get(name, "")
             if not are_equal(present, saved) and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
-            elif name in self._as_built.get(path, ()):
+            elif not in_workers and name in self._as_built.get(path, ()):
                 change = f"{name} was {saved or _UNSHOWN}, and went from {built.get(name) or _UNSHOWN} to {present}"
                 if present == first:
                     # One that goes by the epoch would hardly be what it was in an earlier one.

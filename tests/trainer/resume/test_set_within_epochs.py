@@ -285,3 +285,27 @@ def test_nor_is_it_of_a_dataset_with_an_index(tmp_path: Path, step: int) -> None
     assert any("Attributes of the dataset, a Indexed, were changed in training" in one for one in said), said
     resumed, said = fit(Indexed, tmp_path, step, workers=1, restores=True)
     assert (resumed != whole[step:]) == bool(said), said
+
+
+class Raises(pl.Callback):
+    """Raises the level after each batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.dataset.level += 1.0
+
+
+def test_nor_is_what_a_hook_counts_up_within_an_epoch_from_what_nobody_has_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    dataset = Indexed()
+    trainer = quiet_trainer(Raises(dataset), StatefulDataCallback(seed=0), max_steps=3, limit_val_batches=0)
+    trainer.fit(Records(), DataLoader(dataset, batch_size=2, num_workers=1))
+    trainer.save_checkpoint(tmp_path / "3.ckpt")
+    dataset = Indexed()
+    trainer = quiet_trainer(Raises(dataset), StatefulDataCallback(seed=0), max_epochs=2, limit_val_batches=0)
+    trainer.fit(Records(), DataLoader(dataset, batch_size=2, num_workers=1), ckpt_path=tmp_path / "3.ckpt")
+    assert f"On the resume level was 3.0, and went from 0.0 to {BATCHES - 3}.0" in caplog.text
