@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from queue import Queue
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stateful.contents.code_uses import is_set_anew, reads, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
-from lightning_stateful.generators.attributes import PLAIN, attributes_of, defaults_of_class, is_users, package_of
+from lightning_stateful.generators.attributes import (
+    PLAIN,
+    attributes_and_defaults,
+    attributes_of,
+    closure_of,
+    defaults_of_class,
+    is_users,
+    package_of,
+)
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
@@ -363,7 +371,9 @@ def texts_of_attributes(trainer: pl.Trainer) -> Texts:
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     seen = {id(one) for one in (*module.modules(), *trainer.optimizers, *schedulers)}
     for prefix, owner in _owners(trainer):
-        for name, value in attributes_of(owner).items():
+        held = attributes_and_defaults(owner)
+        held |= {"hparams": dict(held["_hparams"])} if isinstance(held.get("_hparams"), dict) else {}
+        for name, value in held.items():
             # What cannot be read is left alone.
             with suppress(Exception):
                 if name not in names_of_lightning() and name not in _OF_OPTIMIZERS:
@@ -389,6 +399,10 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
         parts = {f"{name}[{key!r}]": part for key, part in islice(value.items(), _MOST_ITEMS)}
     elif isinstance(value, (list, tuple, deque)):
         parts = {f"{name}[{place}]": part for place, part in enumerate(islice(value, _MOST_ITEMS))}
+    elif isinstance(value, partial):
+        parts = {f"{name}.args": value.args, f"{name}.keywords": value.keywords, f"{name}.func": value.func}
+    elif isinstance(value, FunctionType) and is_users(value.__module__):
+        parts = {f"{name}.{key}": part for key, part in closure_of(value).items()}
     elif is_users(type(value).__module__) or isinstance(value, _HOLDERS):
         parts = {f"{name}.{key}": part for key, part in attributes_of(value).items()}
     return {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}

@@ -440,10 +440,42 @@ class ByFirst(Trains):
         return self.given
 
 
+class ByHyperparameter(Trains):
+    """Lowers one of its hyperparameters, which Lightning saves as it was given."""
+
+    def __init__(self, tau: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        self.hparams["tau"] *= 0.5
+        return float(self.hparams["tau"])
+
+
+class ByClosure(Trains):
+    """Has a function that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = 0
+
+        def factor() -> float:
+            nonlocal calls
+            calls += 1
+            return 1.0 + calls
+
+        self.factor = factor
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return float(self.factor())
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Trains, ""),
+        (ByHyperparameter, "hparams"),
+        (ByClosure, "factor.calls was 6 and is 0"),
         (ByFirst, "given was"),
         (ByGiven, ""),
         (ByDefault, "pace was"),
