@@ -315,7 +315,10 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
         if is_held and is_users(type(part).__module__):
             # Of what an object in an attribute holds, that name.
             last = _leaf(inner)
-            use = uses_of(module, last, may_be_called=callable(vars(part).get(leaf)), read=_TRAINS)
+            held = vars(part).get(leaf)
+            # Of a function it is a variable.
+            how = {"may_be_called": callable(held), "is_variable": isinstance(held, FunctionType)}
+            use = uses_of(module, last, **how, read=_TRAINS)
             return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
 

@@ -285,7 +285,7 @@ def test_what_a_callback_adds_to_at_a_batch_is_named_wherever_it_stands(
 ) -> None:
     others, batches = (Replays, Anneals), 2 if at_end else 6
     said = said_of_attributes(tmp_path, caplog, BoringModel, *others, is_first=is_first, batches=batches)
-    named = "Replays.seen" if at_end else "Replays.seen, Anneals.temperature was 0.5 and is not set"
+    named = "Replays.seen" if at_end else "Replays.seen, Anneals.temperature was 0.5 and is 1.0"
     assert f"others here: {named}. If" in said
 
 
