@@ -296,7 +296,8 @@ class DatasetSettings:
                 name: [latest, latest, first] for name, (latest, began, first) in expected.items() if latest != began
             }
             self._expected |= {path: later} if later else {}
-            self._as_built[path] = {name for name in later if now.get(name, "") == built.get(name, "")}
+            copied = {name for name, (latest, *_) in later.items() if not latest.endswith(SHARED)}
+            self._as_built[path] = copied - changed_names(built, now)
         self._compared.add(path)
         for name, (latest, began, first) in expected.items():
             set_within += [name] if latest != began else []
