@@ -334,7 +334,11 @@ def _named_users(dataset: Any) -> Iterator[tuple[Any, _Name]]:
 
 
 def _is_used(dataset: Any, owner: _Name, attribute: str) -> bool:
-    return _uses(dataset, owner._replace(attribute=attribute)).uses
+    try:
+        return _uses(dataset, owner._replace(attribute=attribute)).uses
+    except Exception:
+        # Source that cannot be read ends no run.
+        return True
 
 
 def _joined(names: list[_Name]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stateful import StatefulLoader
+from lightning_stateful.contents import read_watch
 from lightning_stateful.errors import StatefulWarning
 
 SIZE = 40
@@ -102,3 +103,11 @@ def test_a_cache_that_is_emptied_and_what_a_hook_takes_away_lose_nothing() -> No
     loader = StatefulLoader(dataset, batch_size=4, seed=0)
     for _ in loader:
         dataset.good.pop()
+
+
+def test_code_that_cannot_be_read_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(dataset: Any, name: Any) -> Any:
+        raise OSError("no source")
+
+    monkeypatch.setattr(read_watch, "_uses", fails)
+    assert len(said_of(LOSING["a set"]())) == 1
