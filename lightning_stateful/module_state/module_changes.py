@@ -17,6 +17,7 @@ from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BaseFinetuning,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
     pl,
@@ -41,7 +42,7 @@ _MOST_NUMBERS = 2**16
 # Weights that are named.
 _MOST_NAMED = 3
 # Kept with the loop, once changed buffers have been named.
-_NAMED, _OUTSIDE = "_named_buffers", "_outside_optimizers"
+_NAMED, _OUTSIDE, _SAVES_WITHIN = "_named_buffers", "_outside_optimizers", "_saves_within_steps"
 # Of those that no optimizer trains, how many are looked at: whoever averages weights does so with all of them.
 _MOST_OUTSIDE = 4
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
@@ -80,6 +81,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     # A fit that failed was not torn down.
     for name in (_NAMED, _OUTSIDE):
         vars(trainer.fit_loop).pop(name, None)
+    # It saves wherever an error comes, within a step too.
+    vars(trainer.fit_loop)[_SAVES_WITHIN] = any(isinstance(one, OnExceptionCheckpoint) for one in callbacks_of(trainer))
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
@@ -100,7 +103,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     passing_values.end_watching(trainer)
     counted_batches.end_watching(trainer)
     later_hooks.end_watching(trainer)
-    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE):
+    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE, _SAVES_WITHIN):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
@@ -372,7 +375,7 @@ def note_buffers(trainer: pl.Trainer) -> None:
     if at[1] % window:
         return
     tensors = dict(_outside_optimizers(trainer))
-    if window > 1:
+    if window > 1 or vars(trainer.fit_loop).get(_SAVES_WITHIN):
         tensors |= dict(trainer.lightning_module.named_buffers())
     if tensors:
         # Kept with the loop.
@@ -420,7 +423,7 @@ def _changed_tensors(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     if is_noted:
         saved, now = module.state_dict().keys(), {**dict(module.named_buffers()), **dict(module.named_parameters())}
         changed += [name for name in noted if name in saved and name in now and _is_changed(now[name], *noted[name])]
-    return changed
+    return list(dict.fromkeys(changed))
 
 
 def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, first: torch.Tensor) -> bool:

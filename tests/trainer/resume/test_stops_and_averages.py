@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateFinder,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from support.ledger import LedgerModel, batches
 from support.runs import (
     Outcome,
+    StoppedError,
     assert_goes_on_from_every_moment,
     ended,
     numbers_module,
@@ -315,6 +318,25 @@ def test_changed_buffers_are_named_once_a_run(tmp_path: Path, window: int, hook:
             warnings.simplefilter("always")
             trainer.fit(model, datamodule=data)
         assert sum(bool(re.search(r"hold (it|them) twice", str(one.message))) for one in caught) == 1
+
+
+class Breaks(pl.Callback):
+    """Raises an error within a step."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise StoppedError
+
+
+@pytest.mark.parametrize(("kind", "named"), [("queue", "(queue)"), ("norm", "norm.running_mean"), ("none", "")])
+def test_buffers_that_a_step_which_fails_has_changed_are_named(tmp_path: Path, kind: str, named: str) -> None:
+    saver = OnExceptionCheckpoint(tmp_path)
+    trainer = quiet_trainer(Breaks(), saver, enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as caught, suppress(StoppedError):
+        warnings.simplefilter("always")
+        trainer.fit(Queue(kind=kind), datamodule=numbers_module())
+    said = [str(one.message) for one in caught if "hold it twice" in str(one.message)]
+    assert [named in one for one in said] == [True] * bool(named)
 
 
 class Teacher(LedgerModel):
