@@ -246,7 +246,11 @@ class BatchContent:
         """Warn of a sampler that hooks of the first epoch here have changed to what it was in an earlier one."""
         others = {*(self._changed_first or {}).get(path, saved), *self._changed_late.get(path, ())}
         names = [name for name in saved if name in now and name not in others and not name.startswith(PATH)]
-        kind, first = type(getattr(self._loaders[path].order, "sampler", None)).__qualname__, self._first_changes
+        order: Any = self._loaders[path].order
+        if getattr(order, "has_set_epoch", False):
+            # The epoch that it was told decides.
+            names = [name for name in names if not name.endswith("sampler.length")]
+        kind, first = type(getattr(order, "sampler", None)).__qualname__, self._first_changes
         # One that goes by the epoch would hardly be what it was before.
         earlier = {name: [saved[name], first.get(path, {}).get(name)] for name in names if now[name] != "changed"}
         if names := [name for name, values in earlier.items() if now[name] in values]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -195,3 +196,30 @@ def test_a_schedule_is_planned_by_the_first_epoch_on_a_resume_too(tmp_path: Path
         train_alone(growing, model=model, max_epochs=4, ckpt_path=ckpt_path)
         estimates.append(model.estimate)
     assert estimates == [4 * SAMPLES[0] // 2] * 2
+
+
+class LongerByEpoch(Sampler[int]):
+    """Is as long as the epoch says that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_length_by_the_epoch_is_none_that_a_hook_has_set(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(16), batch_size=2, sampler=LongerByEpoch())
+
+    whole = train_alone(make)
+    before = stopped(tmp_path / "a.ckpt", make, epoch=0, batch=3, run=train_alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        rest = train_alone(make, ckpt_path=tmp_path / "a.ckpt")
+    assert before + rest.ledger == whole.ledger
