@@ -110,11 +110,11 @@ def is_set_anew(owner: Any, name: str, read: frozenset[str]) -> bool:
     )
 
 
-def reads(owner: Any, name: str, functions: frozenset[str]) -> bool:
-    """Whether functions of those names, or what they call, read an attribute of that name."""
+def attributes_read(owner: Any, functions: frozenset[str]) -> set[str]:
+    """The names of attributes that functions of those names, or what they call, read."""
     codes = [one for code in _code_of(owner, functions) for one in codes_in(code)]
     steps = (step for code in codes for step in dis.get_instructions(code))
-    return any(step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == name for step in steps)
+    return {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
 
 
 def forgets(kind: type, method: str, name: str) -> bool:

@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful.contents.code_uses import is_set_anew, reads, uses_of
+from lightning_stateful.contents.code_uses import attributes_read, is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import (
     PLAIN,
@@ -292,12 +292,11 @@ def _changed_again(trainer: pl.Trainer, known: _Watch, kind: str, now: Texts) ->
     """
     if not known.is_again or known.begun is None:
         return {}
-    begun, owners = known.begun[kind], [trainer.lightning_module, *callbacks_of(trainer)]
-    return {
-        name: was
-        for name, was in known.saved[kind].items()
-        if begun.get(name) not in (was, now.get(name)) and any(reads(one, _leaf(name), _AGAIN) for one in owners)
-    }
+    begun = known.begun[kind]
+    others = {name: was for name, was in known.saved[kind].items() if begun.get(name) not in (was, now.get(name))}
+    owners = [trainer.lightning_module, *callbacks_of(trainer)] if others else []
+    read = {name for owner in owners for name in attributes_read(owner, _AGAIN)}
+    return {name: was for name, was in others.items() if _leaf(name) in read}
 
 
 def _leaf(name: str) -> str:
