@@ -38,6 +38,7 @@ from lightning_stateful.loaders.planned_batches import (
     users_sampler,
 )
 from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
+from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 
 # Attributes of a DataLoader that say what it reads, and not how.
 _WHAT = {"dataset", "sampler", "batch_sampler", "generator", "_iterator"}
@@ -262,6 +263,8 @@ class BatchReader:
         left_out = 0
         if isinstance(plan, OwnPlan) and plan.is_reread_at(first_step):
             left_out = plan.skipped + first_step
+        if isinstance(plan, SamplerEpochPlan):
+            plan.read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         batches.begin(plan, rank, 0 if left_out else first_step, steps_before)
         self._held.begin()
         if is_own or loader.num_workers or loader.pin_memory:

@@ -330,9 +330,21 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
                 "It is read a batch further than by Lightning alone, as ranks tell each other whether they have one: "
                 "where a shorter loader ends an epoch, a source that goes on at the next iter() loses that batch."
             ]
+        if trainer.limit_train_batches != 1.0 and _is_left_late(loader):
+            notes.append(
+                f"{loader.order.name} changes itself behind its last item. Where limit_train_batches cuts an epoch, "
+                "what it does there, as in a finally, is done before the next epoch begins; in Lightning alone its "
+                "workers, which do not persist, begin that epoch first."
+            )
         if notes:
             where = f"Training data {path!r}" if path else "Training data"
             rank_zero_info(f"{where}: {' '.join(notes)}")
+
+
+def _is_left_late(loader: AnyLoader) -> bool:
+    """Whether torch's workers begin an epoch before they drop a sampler's iterator that has more to do at its end."""
+    begins_anew = loader.is_map_style and loader.num_workers > 0 and not loader.persistent_workers
+    return begins_anew and isinstance(loader.order, WrappedSampler) and loader.order.facts.ends_late
 
 
 def computed_note(loader: AnyLoader) -> str:

@@ -37,9 +37,13 @@ class SamplerEpochPlan:
         order: The sampler.
         num_replicas: Ranks that its items are dealt out to.
         begun: Where the plan begins.
+
+    Attributes:
+        read_ahead: Steps behind the epoch that workers are given of a sampler that goes on there, as torch gives them.
     """
 
     order: UserSampler
+    read_ahead = 0
 
     def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
         self.order, self._num_replicas, self._begun = order, num_replicas, begun
@@ -251,6 +255,19 @@ class SamplerEpochPlan:
             yield before + index + int(share[0]), own if not is_whole else own[0] if len(own) == 1 else _joined(own)
             index += step
         self._look_behind_end(walk, index)
+        if self._length is not None and rule.num_replicas == 1 and self._is_iterated_behind(0):
+            yield from self._steps_behind(walk, before + index)
+
+    def _steps_behind(self, walk: SamplerPass, first: int) -> Iterator[tuple[int, Any]]:
+        """Steps behind the end that ``len()`` says, which are read and not served; none where the sampler ends there.
+
+        The next epoch of one that goes on with its items begins behind those.
+        """
+        full, left = self.rule.full, self.read_ahead
+        while left and walk.end is None and (step := self.rule.step_size(walk.look_ahead(full))):
+            items = walk.take(step)
+            yield first, items[0] if self.order.whole_batches else items
+            first, left = first + step, left - 1
 
     def _begun_length(self, before: int | None) -> int | None:
         order, known = self.order, before
@@ -309,7 +326,9 @@ class SamplerEpochPlan:
         if end is None or walk.end is not None or not self._is_iterated_behind(left):
             return
         # A state that is its generator alone begins to count anew.
-        if walk.look_ahead(left + 1) > left and not walk.has_state:
+        is_more = walk.look_ahead(left + 1) > left
+        # Nor are they in a Trainer without this package.
+        if is_more and not (walk.has_state or order.memory.is_in_trainer):
             warn(
                 f"{order.name} yields more than the {end} {order.unit} in epoch {self.epoch} that its len() says, and "
                 "these are not served. DDPSamplerWrapper(sampler, length='unknown') serves all of one that ends."

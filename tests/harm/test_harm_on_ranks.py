@@ -30,6 +30,7 @@ IN_WORKERS = {
     "torch: RandomSampler",
     "torchdata: StatefulDataLoader",
     "timm: MultiEpochsDataLoader",
+    "mmengine: InfiniteSampler",
     "lhotse: DynamicBucketingSampler",
     "torchtitan: HuggingFaceTextDataset",
     "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader",
@@ -46,7 +47,11 @@ IN_WORKERS = {
     "own: IterableDataset, divides itself",
 }
 # Those that remember their passes: workers read ahead of training, and Lightning may try iter() before.
-QUICK_IN_WORKERS = {(1, "own: IterableDataset, counts passes"), (1, "own: counts epochs at the start")}
+QUICK_IN_WORKERS = {
+    (1, "own: IterableDataset, counts passes"),
+    (1, "own: counts epochs at the start"),
+    (1, "mmengine: InfiniteSampler"),
+}
 CASES = [
     *(pytest.param(2, 0, name, marks=() if name in DIAGONAL else pytest.mark.slow) for name in ENTRIES),
     *(pytest.param(3, 0, name, marks=pytest.mark.slow) for name in ENTRIES),

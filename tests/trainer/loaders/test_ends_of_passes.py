@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from harm.basics import LENGTH, permutation
+from harm.known_samplers import InfiniteSampler
 from harm.laws import judged
 from harm.own_samplers import CountsInFinally, Sized
 from harm.runs import train
@@ -104,6 +105,19 @@ def test_what_a_finally_changes_is_changed_where_torch_drops_the_iterator(
 @pytest.mark.parametrize("kind", [CountsInFinally, AddsInFinally])
 def test_so_it_is_behind_a_limit(tmp_path: Path, kind: Any) -> None:
     judged(tmp_path, of(kind), dict.fromkeys((2, 4, 6), "exact"), limit_train_batches=4)
+
+
+def test_where_workers_begin_the_next_epoch_first_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for kind, workers, limit in ((CountsInFinally, 1, 4), (CountsInFinally, 0, 4), (CountsInFinally, 1, 1.0)):
+        caplog.clear()
+        train(Entry(of(kind), "equal", trainer={"limit_train_batches": limit}), workers=workers)
+        assert ("changes itself behind its last item" in caplog.text) == (workers == 1 and limit == 4)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_read_ahead_of_a_sampler_without_end_is_read_as_in_torch(tmp_path: Path, persistent: bool) -> None:
+    judged(tmp_path, of(InfiniteSampler, persistent_workers=persistent), {5: "exact", 8: "exact"}, workers=2)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 8])
