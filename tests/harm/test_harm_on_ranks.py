@@ -25,27 +25,8 @@ DIAGONAL = {
     "own: DataLoader that reads its sampler by hand",
     "own: IterableDataset, divides itself",
 }
-# One of each kind of loader in two workers.
-IN_WORKERS = {
-    "torch: RandomSampler",
-    "torchdata: StatefulDataLoader",
-    "timm: MultiEpochsDataLoader",
-    "mmengine: InfiniteSampler",
-    "lhotse: DynamicBucketingSampler",
-    "torchtitan: HuggingFaceTextDataset",
-    "torchtitan: HuggingFaceTextDataset in a StatefulDataLoader",
-    "own: counts epochs at the start",
-    "own: counts epochs at the end",
-    "own: reads losses",
-    "own: batches of tokens, fewer later",
-    "own: no len",
-    "own: DataLoader that yields twice",
-    "own: thread before a DataLoader",
-    "own: IterableDataset",
-    "own: IterableDataset, counts passes",
-    "own: IterableDataset, goes on at iter",
-    "own: IterableDataset, divides itself",
-}
+# Its workers begin an epoch before Lightning tells its sampler which: it has the orders of epochs 0, 0 and 1 there.
+NOT_IN_WORKERS = {"ultralytics: InfiniteDataLoader"}
 # Those that remember their passes: workers read ahead of training, and Lightning may try iter() before.
 QUICK_IN_WORKERS = {
     (1, "own: IterableDataset, counts passes"),
@@ -59,7 +40,7 @@ CASES = [
         pytest.param(ranks, 2, name, marks=() if (ranks, name) in QUICK_IN_WORKERS else pytest.mark.slow)
         for ranks in (1, 2)
         for name in ENTRIES
-        if name in IN_WORKERS
+        if name not in NOT_IN_WORKERS
     ),
 ]
 
@@ -90,7 +71,7 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Judged(request.session.items, tmp_path_factory)
 
 
-@pytest.mark.timeout(900)  # The first case waits for all others.
+@pytest.mark.timeout(1800)  # The first case waits for all others.
 @pytest.mark.parametrize(("ranks", "workers", "name"), CASES)
 def test_the_rule_holds_on_ranks(judged: Judged, ranks: int, workers: int, name: str) -> None:
     assert_lawful(name, judged.of(ranks, workers, name))
