@@ -330,9 +330,9 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
                 "It is read a batch further than by Lightning alone, as ranks tell each other whether they have one: "
                 "where a shorter loader ends an epoch, a source that goes on at the next iter() loses that batch."
             ]
-        if trainer.limit_train_batches != 1.0 and _is_left_late(loader):
+        if trainer.limit_train_batches != 1.0 and (late := _left_late(loader)):
             notes.append(
-                f"{loader.order.name} changes itself behind its last item. Where limit_train_batches cuts an epoch, "
+                f"{late} changes itself behind its last item. Where limit_train_batches cuts an epoch, "
                 "what it does there, as in a finally, is done before the next epoch begins; in Lightning alone its "
                 "workers, which do not persist, begin that epoch first."
             )
@@ -341,10 +341,11 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
             rank_zero_info(f"{where}: {' '.join(notes)}")
 
 
-def _is_left_late(loader: AnyLoader) -> bool:
-    """Whether torch's workers begin an epoch before they drop a sampler's iterator that has more to do at its end."""
+def _left_late(loader: AnyLoader) -> str:
+    """A sampler with more to do where it is dropped, which torch's workers do when they have begun the next epoch."""
+    order: Any = loader.order
     begins_anew = loader.is_map_style and loader.num_workers > 0 and not loader.persistent_workers
-    return begins_anew and isinstance(loader.order, WrappedSampler) and loader.order.facts.ends_late
+    return str(order.name) if begins_anew and isinstance(order, WrappedSampler) and order.facts.ends_late else ""
 
 
 def computed_note(loader: AnyLoader) -> str:

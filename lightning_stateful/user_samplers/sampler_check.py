@@ -12,12 +12,10 @@ from itertools import islice
 from typing import Any
 
 from lightning_stateful.errors import UnsupportedLoaderError
-from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
     SamplerParts,
     digest_of_contents,
-    digest_of_generators,
     names_unseen,
     surroundings_of,
 )
@@ -40,6 +38,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     PATIENCE,
     QUICK,
     SamplerTrial,
+    ask_for_length,
     beginning,
     begins_anew_when_asked,
     copy_as_now,
@@ -97,7 +96,7 @@ def _facts_of(
     tried = order.iterating(copied.sampler, [] if choose is None else choose(copied.sampler), asked)
     fresh = partial(fresh_copy, order, choose, asked)
     with suppress(Exception):
-        facts.says = _ask_for_length(order, tried, facts, fresh)
+        facts.says = ask_for_length(order, tried, facts, fresh)
     if facts.changes_in_len:
         # Nobody asks the sampler itself.
         tried = fresh()
@@ -132,7 +131,7 @@ def _facts_of(
         with suppress(Exception):
             # A plan that somebody has asked for before is there until the end of a pass.
             again = partial(fresh, sampler=tried.sampler)
-            _ask_for_length(order, again(), facts, again)
+            ask_for_length(order, again(), facts, again)
     refuse_wrong_length(order, facts)
     left, ended = [looks[True]] if True in looks else [], contents()
     is_changed, facts.ends_late = {*left, ended} != {before}, left not in ([], [ended])
@@ -169,35 +168,6 @@ def _facts_of(
         # Its later items are noted otherwise.
         facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}
     return facts
-
-
-def _ask_for_length(
-    order: UserSampler, tried: IteratedSampler, facts: SamplerFacts, unasked: Callable[[], IteratedSampler]
-) -> int | None:
-    """The ``len()`` of a copy; facts then say whether that draws, or changes one that can be iterated without it.
-
-    ``unasked`` makes another such copy.
-    """
-    if is_length_seen(order, tried.sampler):
-        return tried.asked(order.length_of, 0, 0)
-    outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
-
-    def held() -> Any:
-        return process_states(), digest_of_generators(tried.sampler), [comparable_state(state) for state in outside]
-
-    def ask(sampler: Any) -> int | None:
-        before = held()
-        says = order.length_of(sampler)
-        facts.draws_in_len = facts.draws_in_len or held() != before
-        return says
-
-    before = digest_of_contents(tried.sampler, order.dataset, epoch=0)
-    says = tried.asked(ask, 0, 0)
-    if says is not None and digest_of_contents(tried.sampler, order.dataset, epoch=0) != before:
-        with suppress(Exception):
-            beginning(unasked(), 0)
-            facts.changes_in_len = True
-    return says
 
 
 def _fills_cache(

@@ -14,6 +14,7 @@ import torch
 
 from lightning_stateful.errors import ConfigurationError
 from lightning_stateful.generators.attributes import attributes_of, is_lightnings
+from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.sampler_copies.sampler_copy import (
     SamplerCopy,
@@ -80,8 +81,10 @@ class SamplerTrial:
         facts = self._facts
         if not is_changed:
             with suppress(Exception):
-                if self.is_cheap and (fresh := beginning(self._fresh(), 1)) != beginning(ended, 1):
-                    facts.remembers = fresh == beginning(self._fresh(), 1)
+                for epoch in (1, 2) if self.is_cheap else ():
+                    if (fresh := beginning(self._fresh(), epoch)) != beginning(ended, epoch):
+                        facts.remembers = fresh == beginning(self._fresh(), epoch)
+                        return
             return
         self._ended = [self._fresh(sampler=ended.sampler) for _ in range(2)]
         if facts.seconds <= QUICK:
@@ -92,7 +95,11 @@ class SamplerTrial:
         facts.remembers = not (facts.is_harmless and self._ends_alike(ended))
 
     def _ends_alike(self, ended: IteratedSampler) -> bool:
-        """Whether a copy that was iterated to its end holds after the next epoch what a fresh one does."""
+        """Whether a copy that was iterated to its end holds after the next epoch what a fresh one does.
+
+        A fresh one also has to begin the epoch behind that as it does: a plan that follows from the plan of the epoch
+        before is drawn in that epoch, or else where it is first asked for.
+        """
         with suppress(Exception):
             held = []
             for tried in (ended, self._fresh()):
@@ -100,7 +107,10 @@ class SamplerTrial:
                 with tried.entered():
                     deque(islice(items, most_of(self._facts, 1)), maxlen=0)
                 held.append(self._held_by(tried))
-            return held[0] == held[1]
+            is_alike = held[0] == held[1]
+            if is_alike and self._facts.begins_in <= _BEARABLE:
+                is_alike = beginning(self._fresh(), 2) == beginning(ended, 2)
+            return is_alike
         return False
 
     def tell_epochs(self) -> None:
@@ -347,6 +357,45 @@ def is_touched(order: UserSampler) -> bool:
     """Whether something else than its passes has changed a sampler, of which its trial noted what they leave."""
     now, untouched = held_by(order.sampler), order.facts.untouched or {}
     return any(now.get(name, value) != value for name, value in untouched.items())
+
+
+def ask_for_length(
+    order: UserSampler, tried: IteratedSampler, facts: SamplerFacts, unasked: Callable[[], IteratedSampler]
+) -> int | None:
+    """The ``len()`` of a copy; facts then say whether that draws, or changes one that can be iterated without it.
+
+    ``unasked`` makes another such copy.
+    """
+    if is_length_seen(order, tried.sampler):
+        return tried.asked(order.length_of, 0, 0)
+    outside = [state for _, state in order.memory.generators_outside(order.sampler, order.dataset)]
+
+    def ask(sampler: Any) -> int | None:
+        def held() -> Any:
+            return process_states(), digest_of_generators(sampler), [comparable_state(state) for state in outside]
+
+        before = held()
+        says = order.length_of(sampler)
+        facts.draws_in_len = facts.draws_in_len or held() != before
+        return says
+
+    def ask_in(epoch: int, copied: IteratedSampler) -> int | None:
+        before = digest_of_contents(copied.sampler, order.dataset, epoch=epoch)
+        says = copied.asked(ask, epoch, 0)
+        if says is not None and digest_of_contents(copied.sampler, order.dataset, epoch=epoch) != before:
+            with suppress(Exception):
+                beginning(unasked(), epoch)
+                facts.changes_in_len = True
+        return says
+
+    says = ask_in(0, tried)
+    if order.has_set_epoch and says is not None:
+        # A plan of the first epoch may be there from the beginning, and others be made in len().
+        with suppress(Exception):
+            second = unasked()
+            second.tell(1)
+            ask_in(1, second)
+    return says
 
 
 def length_when_told(order: UserSampler, epoch: int, cycle: int) -> int | None:

@@ -374,7 +374,7 @@ class KeepsPlan(PlansIn):
         # In its trial, for two epochs, and for each of two others behind none and all of those before.
         (PlansWhenTold, 1 + 2 + 3 + 4, False),
         (CountsPasses, 4, True),
-        (KeepsPlan, 7, False),
+        (KeepsPlan, 9, False),
     ],
 )
 def test_one_that_takes_long_to_plan_an_epoch_plans_few_before_training(
