@@ -144,7 +144,9 @@ def seed_generator(generator: object, seed: int) -> None:
 
 
 def get_generator_state(generator: Any) -> Any:
-    """The present state of one of :data:`GENERATORS`, for :func:`set_generator_state`."""
+    """The present state of one of :data:`GENERATORS`, for :func:`set_generator_state`; None where it has none."""
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
@@ -154,6 +156,8 @@ def get_generator_state(generator: Any) -> Any:
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Put one of :data:`GENERATORS` back to a state."""
+    if isinstance(generator, random.SystemRandom):
+        return
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

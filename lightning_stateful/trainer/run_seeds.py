@@ -157,15 +157,17 @@ class PassSeeds:
 
 
 def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:
-    """Seed, before validation data are read, the generators that stood alike on all ranks, where several train.
+    """Seed, before validation data are read, what they draw from the generators of the process, or workers begin with.
+
+    A resume may begin with a validation, behind no batch. On several ranks those generators that stood alike draw alike.
 
     Args:
         trainer: The trainer.
         seed: The seed.
         settings: The callback's; nothing is seeded without its ``seed_model``.
     """
-    if settings.seed_model and (kinds := kinds_found_alike()):
-        seed_kinds(kinds, derive_seed_within(("validation data", seed), *next_step(trainer)))
+    if settings.seed_model:
+        seed_model(seed, topology_of(trainer).rank, kinds_found_alike(), "validation data", *next_step(trainer))
 
 
 def end_seeding(stage: str, is_seeded: bool) -> None:
