@@ -162,7 +162,7 @@ def _is_shared(value: object, is_held: bool) -> bool:
     kind: Any = type(value)
     if issubclass(kind, Iterator) and not hasattr(kind.__iter__, "__code__"):
         return True
-    if not is_held or isinstance(value, Sampler):
+    if not is_held or isinstance(value, (Sampler, torch.quasirandom.SobolEngine)):
         return False
     if isinstance(value, _SHARED):
         return True

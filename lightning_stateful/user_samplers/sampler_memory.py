@@ -106,9 +106,9 @@ class SamplerMemory:
         if len(self._uses) == 2 and order.remembers:
             self.warn_once(
                 f"The loaders of training and of validation share one {order.name} object, which changes while it is "
-                "iterated, so what the one gets depends on the passes of the other. A checkpoint that is written "
-                "within an epoch just before a validation cannot be resumed from, and after a resume validation gets "
-                f"other samples. Give each a {order.name} of its own.",
+                "iterated, so what the one gets depends on the passes of the other. After a resume validation gets "
+                "other samples, and so may training where a validation comes within an epoch; a checkpoint from within "
+                f"an epoch may be refused. Give each a {order.name} of its own.",
                 once="shared",
             )
 

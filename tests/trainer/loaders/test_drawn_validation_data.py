@@ -68,3 +68,43 @@ def test_a_resume_draws_the_validation_data_of_the_run(tmp_path: Path, train: An
 
     assert before + rest.ledger == whole.ledger
     assert any(event[0] == "val" for event in rest.ledger)
+
+
+class DrawsAsItIsRead(IterableDataset[Any]):
+    """Samples that are drawn from the generators of the process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            yield {"id": torch.randint(10**6, ()), "x": torch.randn(4)}
+
+
+class DrawsAsValidationIsRead(DrawsValidation):
+    """Training data of some kind, and validation data that are drawn as they are read, in so many workers."""
+
+    def __init__(self, train: Any, workers: int) -> None:
+        super().__init__(train)
+        self.workers = workers
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(DrawsAsItIsRead(), batch_size=2, num_workers=self.workers)
+
+
+@pytest.mark.filterwarnings("ignore:.*were read again")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hook", "batch"), [("on_train_batch_end", 1), ("on_train_batch_end", 3), ("on_validation_batch_end", 1)]
+)
+def test_a_validation_that_a_resume_begins_with_draws_as_in_the_run(
+    tmp_path: Path, hook: str, batch: int, workers: int
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 1 if hook == "on_validation_batch_end" else 2}
+    make = partial(DrawsAsValidationIsRead, partial(Numbers, 10), workers)
+    whole = train_alone(make, **options)
+    path = tmp_path / "last.ckpt"
+    stopped(path, make, hook=hook, epoch=1, batch=batch, run=train_alone, **options)
+
+    rest = train_alone(make, ckpt_path=path, **options)
+
+    assert rest.ledger == whole.ledger[-len(rest.ledger) :]
+    assert rest.ledger[0][0] == "val"
+    assert sum(event[0] == "val" for event in rest.ledger) > 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader, permutation
 from harm.laws import judged
-from harm.own_samplers import CountsAtEnd, Shuffled, ShufflesWhenTold
+from harm.own_samplers import CountsAtEnd, Shuffled, ShufflesWhenTold, Sized
 from harm.runs import train
 from harm.table import Entry, WithCallback, of
 from torch.utils.data import (
@@ -139,6 +139,16 @@ class KeepsLate(Shuffled):
         return iter(self.kept or self.latest)
 
 
+class OfSobol(Sized):
+    """Goes on with the numbers of an engine of torch's that it holds."""
+
+    def __init__(self) -> None:
+        self.engine = torch.quasirandom.SobolEngine(1, scramble=True, seed=2)  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.engine.draw(LENGTH).flatten() * LENGTH).long().tolist())
+
+
 class Sets(pl.Callback):
     """Does something to an object in one of its hooks."""
 
@@ -234,6 +244,7 @@ def test_a_sampler_counts_as_in_torch_behind_what_workers_leave_out(tmp_path: Pa
             {3: "warned", 8: "refused"},
             id="a shared set",
         ),
+        pytest.param(of(OfSobol), "equal", dict.fromkeys((6, 8, 14), "exact"), id="an engine of torch's"),
         pytest.param(of(KeepsLate), "runs", dict.fromkeys((9, 12, 14), "exact"), id="a later pass"),
         *(
             pytest.param(

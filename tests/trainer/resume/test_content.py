@@ -97,18 +97,23 @@ def test_without_workers_the_dataset_is_as_if_nothing_had_been_read(tmp_path: Pa
     assert all(torch.equal(value, without.weights[name]) for name, value in with_check.weights.items())
 
 
-def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_held", "workers"), [(False, 1), (True, 1), (True, 0)])
+def test_content_that_differs_whenever_it_is_read_is_warned_of(tmp_path: Path, is_held: bool, workers: int) -> None:
     class Entropic(Hidden):
-        """Draws what nobody can seed."""
+        """Draws what nobody can seed, from what it holds or makes."""
+
+        def __init__(self, first: int = 0) -> None:
+            super().__init__(first)
+            self.held = SystemRandom() if is_held else None
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             sample = super().__getitem__(index)
-            return {**sample, "x": sample["x"] + SystemRandom().random()}
+            return {**sample, "x": sample["x"] + (self.held or SystemRandom()).random()}
 
     path = tmp_path / "stop.ckpt"
-    stopped(path, lambda: module(Entropic(), num_workers=1), batch=3)
+    stopped(path, lambda: module(Entropic(), num_workers=workers), batch=3)
     with pytest.warns(StatefulWarning, match="Batch 0 of epoch 0 has another content whenever it is read"):
-        train(lambda: module(Entropic(1), num_workers=1), ckpt_path=path)
+        train(lambda: module(Entropic(1), num_workers=workers), ckpt_path=path)
 
 
 @pytest.mark.parametrize("stop", [{"batch": 3}, {"batch": 10}, {"epoch": 1, "batch": 3}], ids=str)
