@@ -56,7 +56,8 @@ def attributes_of(value: object) -> dict[str, Any]:
     return {key: one for key, one in held.items() if not (str(key).startswith(_NOTES) or issubclass(type(one), _LOGS))}
 
 
-_NOTES = ("__pl_saved", "__dict__")
+# The clock of the latest validation among them.
+_NOTES = ("__pl_saved", "__dict__", "_last_val_time")
 # They keep which levels are on, and nothing that a sample depends on.
 _LOGS = (logging.Logger, logging.LoggerAdapter)
 

@@ -159,7 +159,7 @@ class PassSeeds:
 def seed_validation_data(trainer: pl.Trainer, seed: int, settings: Any) -> None:
     """Seed, before validation data are read, what they draw from the generators of the process, or workers begin with.
 
-    A resume may begin with a validation, behind no batch. On several ranks those generators that stood alike draw alike.
+    A resume may begin with a validation, behind no batch. On several ranks the generators that stood alike draw alike.
 
     Args:
         trainer: The trainer.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -131,3 +131,44 @@ def test_what_reads_no_trainer_is_not(name: str) -> None:
 
 def test_workers_that_end_with_the_epoch_are_not() -> None:
     assert not said(HOLDS["attribute"], num_workers=1)
+
+
+class AsksForRank(Sampler[int]):
+    """Asks the trainer of its data module for the rank, and counts its passes."""
+
+    def __init__(self, data: pl.LightningDataModule) -> None:
+        self.data, self.passes = data, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        trainer: Any = self.data.trainer
+        return iter(torch.randperm(8).tolist()[trainer.global_rank :: trainer.world_size])
+
+
+class WithValidation(pl.LightningDataModule):
+    """Training data in the order of such a sampler, and validation data."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Items(), sampler=AsksForRank(self))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Items())
+
+
+def test_what_a_validation_notes_in_the_trainer_is_no_change_of_a_sampler_that_asks_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            callbacks=[StatefulDataCallback()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(BoringModel(), datamodule=WithValidation())
+    assert trainer.global_step == 24
