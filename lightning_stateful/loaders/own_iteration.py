@@ -143,10 +143,14 @@ class Watch:
         if not self._has_asked and self._holders:
             self._has_asked, found = True, self._found_at_pass()
             self._compare_set()
-            if self._num_passes == 1:
-                self._first = found
-            else:
-                self.kept |= changed_names(self._first, found) - self._told_by_others
+            self._first = found if self._num_passes == 1 else self._first
+            self.kept |= self._kept_since(self._first, found)
+
+    def _kept_since(self, before: dict[str, str], now: dict[str, str]) -> set[str]:
+        """Attributes that differ, but for those that others tell anew, or ``__iter__`` before it uses them."""
+        # One that was unpickled holds none.
+        kind, changed = type(next(iter(self._holders), None)), changed_names(before, now) - self._told_by_others
+        return {name for name in changed if not forgets(kind, "__iter__", name)}
 
     def _found_at_pass(self) -> dict[str, str]:
         """Digests of attributes, and of what the loader's code names elsewhere, which a new loader may find otherwise.
@@ -170,10 +174,7 @@ class Watch:
         if not is_behind_first:
             return sorted(self.kept)
         self.note_outside()
-        changed = changed_names(self._before, self._found_at_pass()) - self._told_by_others
-        # One that was unpickled holds none.
-        kind = type(next(iter(self._holders), None))
-        return sorted(self.kept | {name for name in changed if not forgets(kind, "__iter__", name)})
+        return sorted(self.kept | self._kept_since(self._before, self._found_at_pass()))
 
     def count(self, iterator: Any) -> Any:
         """Count what an iterator of torch reads from now on; the iterator."""

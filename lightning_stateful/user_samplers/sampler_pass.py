@@ -428,8 +428,9 @@ class SamplerPass:
             hint = "Its earlier passes were begun again: let no hook restore, within an epoch, what they change. "
         remedy = (
             f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
-            f"{hint}If it reads what training changes, restore what the epoch began with, and not the latest. Let it "
-            "follow from neither time, the order of a set, nor a process. accept=('sequence',) goes on all the same."
+            f"{hint}If it skips by itself what a stopped run has used, take that out: a resume does it. If it reads "
+            "what training changes, restore what the epoch began with, and not the latest. Let it follow from neither "
+            "time, the order of a set, nor a process. accept=('sequence',) goes on all the same."
         )
         changed = Difference(path=f"sequence at item {index}", saved=expected, present=found, remedy=remedy)
         if "sequence" not in order.accept:

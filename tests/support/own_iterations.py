@@ -539,6 +539,22 @@ class KeepsIterator(DataLoader[Any]):
         return iterator
 
 
+class SaysItsEnd(Prefetching):
+    """Says when its last batch is out, as Accelerate's loaders do, and takes that back behind its first read."""
+
+    is_over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        ready = next(batches)
+        self.is_over = False
+        for following in batches:
+            yield ready
+            ready = following
+        self.is_over = True
+        yield ready
+
+
 class UsesIterator(KeepsIterator):
     """Asks the iterator of the pass before how far that came."""
 

@@ -290,6 +290,8 @@ def test_one_that_makes_what_it_keeps_anew_for_each_pass_resumes_anywhere(tmp_pa
     make = partial(own.KeepsIterator, Numbers(12), batch_size=2, shuffle=True)
     moments = [("on_train_epoch_end", 0, 0), ("on_train_batch_end", 1, 2)]
     assert_goes_on_from_every_moment(tmp_path, make, moments, train_alone)
+    says = lambda: own.SaysItsEnd(DataLoader(Numbers(12), batch_size=2, shuffle=True))  # noqa: E731
+    assert_goes_on_from_every_moment(tmp_path, says, moments, train_alone)
     uses = partial(own.UsesIterator, Numbers(12), batch_size=2, shuffle=True)
     with pytest.raises(StateMismatchError, match="kept as earlier epochs have left it"):
         build_patched(uses()).load_state_dict(states_of(build_patched(uses()), 2)[1, 0])
