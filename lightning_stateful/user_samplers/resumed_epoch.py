@@ -163,6 +163,10 @@ def _is_noted_here(order: UserSampler) -> bool:
     return not (order.dealing.is_own and detect_topology().rank)
 
 
+# Epochs of a fit before this one, at most.
+_MOST_OF_OTHERS = 2**12
+
+
 def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
     """Warn of attributes that are others than before the stop, though the passes before have been begun again.
 
@@ -182,7 +186,7 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
 
 
 def check_details(order: UserSampler, here: Progress) -> None:
-    """Refuse notes of items behind a progress, a state where the sampler takes none, and passes of later epochs.
+    """Refuse notes of items behind a progress, a state where the sampler takes none, and more passes than there can be.
 
     Raises:
         DamagedStateError: There are such.
@@ -193,6 +197,7 @@ def check_details(order: UserSampler, here: Progress) -> None:
         refuse_unless(behind <= here.consumed, noted, f"notes of items before {here.consumed}", path)
         takes = noted[2] is None or callable(getattr(order.sampler, "load_state_dict", None))
         refuse_unless(takes, noted[2], f"None, as {order.name} has no load_state_dict", f"{path}[2]")
-    for number, (first, _, _, count) in enumerate(here.details.get("passes") or ()):
-        is_earlier = first + count <= here.epoch + 1
-        refuse_unless(is_earlier, count, "a number of earlier passes", f"progress.passes[{number}][3]")
+    for number, (_, _, _, count) in enumerate(here.details.get("passes") or ()):
+        # A fit before this one in the same process may have had later epochs.
+        is_number = count <= max(here.epoch + 1, _MOST_OF_OTHERS)
+        refuse_unless(is_number, count, "a number of earlier passes", f"progress.passes[{number}][3]")

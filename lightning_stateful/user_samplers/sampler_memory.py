@@ -390,10 +390,14 @@ class SamplerMemory:
 
     def _place_of(self, epoch: int, cycle: int) -> int:
         """The place of the latest pass of training with these labels, or behind all passes where there is none."""
-        of_training = enumerate(zip(self.passes, self._of_training, strict=True))
-        places = [place for place, (passed, is_own) in of_training if is_own and passed[:2] == [epoch, cycle]]
-        is_look = self._is_look and places[-1:] == [len(self.passes) - 1]
-        return places[-1] if places and not is_look else len(self.passes)
+        end = len(self.passes)
+        for place in reversed(range(end)):
+            label = self.passes[place][:2]
+            if self._of_training[place] and label <= [epoch, cycle]:
+                # One of a fit before this one may have the same labels.
+                is_look = self._is_look and place == end - 1
+                return place if label == [epoch, cycle] and not is_look else end
+        return end
 
     def _append(self, passed: list[int], is_of_training: bool) -> None:
         self.passes.append(passed)
@@ -488,13 +492,9 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
     key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset))
     try:
         # Bound to the dict itself: names of the module are gone where the interpreter ends.
-        reference: Callable[[], Any] = weakref.ref(sampler, partial(_forget, _MEMORIES, key))
+        reference: Callable[[], Any] = weakref.ref(sampler, lambda _, memories=_MEMORIES: memories.pop(key, None))  # type: ignore[misc]
     except TypeError:
         # Its class has no weak references: it is held for good.
         reference = repeat(sampler).__next__
     _MEMORIES[key] = reference, made
     return made
-
-
-def _forget(memories: dict[int, Any], key: int, _: object) -> None:
-    memories.pop(key, None)

@@ -1,4 +1,4 @@
-"""Samplers whose plan of an epoch follows from the plan before, and is kept: each is drawn in its own epoch."""
+"""Samplers whose epochs follow from those before, of this fit or an earlier one: each is drawn in its own epoch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from harm.basics import LENGTH
+from harm.basics import LENGTH, permutation
 from harm.laws import judged
 from harm.own_samplers import Sized
 from harm.table import of
+from support.ledger import LedgerModel, Numbers
+from support.runs import quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_stateful import StatefulDataCallback
 
 
 class Rotates(Sized):
@@ -66,3 +72,47 @@ def test_it_is_resumed_exactly_wherever_it_is_stopped(tmp_path: Path, kind: Any,
     # Behind the second epoch too: the plan of the third follows from one that was drawn in the second.
     stops = (3, 6, 8, 11, 12, 13)
     judged(tmp_path, of(kind), dict.fromkeys(stops, "exact"), "runs", workers)
+
+
+class Counts(Sized):
+    """Shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(permutation(self.passes))
+
+
+@pytest.mark.parametrize(
+    "epochs_before", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("stop", [2, 6, 8])
+def test_passes_of_a_fit_before_this_one_are_begun_again_in_a_new_process(
+    tmp_path: Path, epochs_before: int, stop: int
+) -> None:
+    def fit(data: Any, epochs: int, **options: Any) -> list[Any]:
+        model = LedgerModel()
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), Saves(stop), max_epochs=epochs)
+        trainer.fit(model, data, **options)
+        return [event for event in model.ledger if event[0] == "train"]
+
+    class Saves(pl.Callback):
+        """Saves after so many batches of the second fit."""
+
+        def __init__(self, after: int) -> None:
+            self.after = after
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == self.after and not (tmp_path / "stop.ckpt").exists() and is_second:
+                trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    def made() -> DataLoader[Any]:
+        return DataLoader(Numbers(LENGTH), batch_size=4, sampler=Counts())
+
+    data, is_second = made(), False
+    fit(data, epochs_before)
+    is_second = True
+    whole = fit(data, 3)
+
+    assert fit(made(), 3, ckpt_path=tmp_path / "stop.ckpt") == whole[stop:]
