@@ -45,6 +45,8 @@ _MOST_NAMED = 3
 _NAMED, _OUTSIDE, _SAVES_WITHIN = "_named_buffers", "_outside_optimizers", "_saves_within_steps"
 # Of those that no optimizer trains, how many are looked at: whoever averages weights does so with all of them.
 _MOST_OUTSIDE = 4
+# Hooks behind the end of training.
+_ENDS = ("on_train_end", "on_fit_end", "teardown")
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
 _SWAP = "_swap_models"
 
@@ -129,7 +131,7 @@ def warn_of_averages(trainer: pl.Trainer | None) -> bool:
 def _holds_averages(trainer: pl.Trainer) -> bool:
     if any(map(_has_swapped, callbacks_of(trainer))):
         return True
-    if not trainer.state.finished and trainer.lightning_module._current_fx_name != "on_train_end":
+    if not trainer.state.finished and trainer.lightning_module._current_fx_name not in _ENDS:
         return False
     for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):

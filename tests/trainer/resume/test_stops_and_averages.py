@@ -81,6 +81,13 @@ def test_weights_that_averages_have_replaced_are_not_resumed(tmp_path: Path, kin
         ended(tmp_path / "after.ckpt", run=run, **plain)
     with pytest.raises(StateError, match="averages in place of the weights"):
         run(ckpt_path=tmp_path / "after.ckpt")
+    for hook in ("on_train_end", "on_fit_end"):
+        path = tmp_path / f"{hook}.ckpt"
+        save = LambdaCallback(**{hook: partial(save_in_training, path)})
+        with pytest.warns(StatefulWarning, match="good for evaluation; a resume from it is refused"):
+            train(callbacks=[averaging(**options), save], model=Averaged(normed=False), **plain)
+        with pytest.raises(StateError, match="averages in place of the weights"):
+            run(ckpt_path=path)
     if kind == "WeightAveraging":
         # Between its two swaps, whether it stands before the callback that saves or behind it.
         for hook, before in {"batch_end": True, "epoch_start": True, "epoch_end": False}.items():
