@@ -389,12 +389,16 @@ def _outside_optimizers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     kept, groups = vars(trainer.fit_loop), [group["params"] for one in trainer.optimizers for group in one.param_groups]
     number = sum(map(len, groups))
     if kept.get(_OUTSIDE, (None,))[0] != number:
-        trained = {id(parameter) for group in groups for parameter in group}
-        named = trainer.lightning_module.named_parameters()
-        others = [(name, one) for name, one in named if type(one) is torch.nn.Parameter and id(one) not in trained]
-        kept[_OUTSIDE] = number, dict(others[:: len(others) // _MOST_OUTSIDE + 1])
-    found: dict[str, torch.Tensor] = kept[_OUTSIDE][1]
-    return found
+        # A frozen one may have been given to an optimizer with all others, and may be trained later.
+        given = {id(parameter) for group in groups for parameter in group}
+        named = [(name, one, id(one) in given) for name, one in trainer.lightning_module.named_parameters()]
+        others = [of for of in named if type(of[1]) is torch.nn.Parameter and not _is_trained(*of[1:])]
+        kept[_OUTSIDE] = number, others[:: len(others) // _MOST_OUTSIDE + 1]
+    return {name: one for name, one, is_given in kept[_OUTSIDE][1] if not _is_trained(one, is_given)}
+
+
+def _is_trained(parameter: torch.Tensor, is_given: bool) -> bool:
+    return is_given and parameter.requires_grad
 
 
 def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -452,7 +456,7 @@ def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) 
         if trainer.accumulate_grad_batches > 1:
             when = f"within the window of accumulated gradients that began with {at}"
             what, held = "its batches", "them"
-        outside = kept.get(_OUTSIDE, (0, {}))[1].keys() & {*changed}
+        outside = {name for name, *_ in kept.get(_OUTSIDE, (0, ()))[1]} & {*changed}
         kinds = [
             *(["buffers of the module"] if {*changed} - outside else []),
             *(["parameters that no optimizer trains"] if outside else []),

@@ -347,11 +347,16 @@ def test_buffers_that_a_step_which_fails_has_changed_are_named(tmp_path: Path, k
 
 
 class Teacher(LedgerModel):
-    """Has a teacher that no optimizer trains, which averages the weights at the head of a step."""
+    """Has a teacher that no optimizer trains, which averages the weights at the head of a step.
 
-    def __init__(self, *, how: str) -> None:
+    Args:
+        how: How it does so.
+        is_given: Whether the optimizer is given the teacher's frozen parameters too, as ``self.parameters()``.
+    """
+
+    def __init__(self, *, how: str, is_given: bool) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.is_given = how, is_given
         self.teacher = torch.nn.Linear(4, 6).requires_grad_(requires_grad=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -364,16 +369,16 @@ class Teacher(LedgerModel):
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), self.lr)
+        return torch.optim.SGD((self if self.is_given else self.net).parameters(), self.lr)
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced", "never"])
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(("window", "is_given"), [(1, False), (4, False), (4, True)])
 def test_parameters_that_no_optimizer_trains_are_named_where_a_batch_has_changed_them(
-    tmp_path: Path, window: int, how: str
+    tmp_path: Path, window: int, is_given: bool, how: str
 ) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 1}
-    run = training(partial(Teacher, how=how))
+    run = training(partial(Teacher, how=how, is_given=is_given))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stopped(tmp_path / "a.ckpt", hook="on_before_backward", batch=5, run=run, **options)
