@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -30,6 +31,8 @@ from lightning_stateful.samplers.fingerprint import short_text
 _WINDOW = "_counted_in_window"
 # Attributes that a checkpoint names.
 _MOST_NAMED = 64
+# Items of a container that are looked at, and how deep: whoever averages weights does so with all of them.
+_MOST, _DEEPEST = 256, 3
 _BATCH_END = "on_train_batch_end"
 
 
@@ -191,7 +194,7 @@ def _signs(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}{name}", sign
 
 
-def _sign(value: Any, *, is_held: bool = False) -> Any:
+def _sign(value: Any, *, is_held: bool = False, depth: int = 0) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, torch.nn.Module):
@@ -199,7 +202,13 @@ def _sign(value: Any, *, is_held: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), getattr(value, NUM_CHANGES)
     if isinstance(value, (list, dict, set, deque)):
-        return len(value)
+        held: list[Any] = []
+        # A thread may fill it meanwhile.
+        with suppress(RuntimeError):
+            held = (
+                [] if depth == _DEEPEST else list(islice(value.values() if isinstance(value, dict) else value, _MOST))
+            )
+        return [len(value), *(_sign(one, is_held=True, depth=depth + 1) for one in held)]
     if is_users(type(value).__module__) and not is_held:
         return [_sign(part, is_held=True) for part in attributes_of(value).values()]
     # Of a small array, say.

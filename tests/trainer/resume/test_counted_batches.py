@@ -47,6 +47,21 @@ class CountsSteps(Counts):
         self.steps = trainer.global_step
 
 
+class Averages(Counts):
+    """Averages tensors in place, in a dict of a dict, and counts no batch otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"weights": {"first": torch.zeros(3)}}
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps = trainer.global_step
+        self.held["weights"]["first"].mul_(0.9).add_(0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "held": self.held}
+
+
 class Logs(BoringModel):
     """Its best validation is the one in the second window."""
 
@@ -115,7 +130,12 @@ def said_on_resume(model: Any, path: Path, *others: Any, **options: Any) -> list
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
     ("kind", "model", "named"),
-    [(Counts, Logs, "Counts.batches"), (CountsSteps, Logs, ""), (CountsSteps, Counted, "batches")],
+    [
+        (Counts, Logs, "Counts.batches"),
+        (CountsSteps, Logs, ""),
+        (CountsSteps, Counted, "batches"),
+        (Averages, Logs, "Averages.held"),
+    ],
 )
 def test_what_counts_the_batches_of_an_open_window_twice_is_named(
     tmp_path: Path, kind: Any, model: Any, named: str, is_first: bool
