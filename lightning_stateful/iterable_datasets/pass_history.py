@@ -363,7 +363,9 @@ def history_of(dataset: Any) -> PassHistory:
     if holder is None or holder() is not dataset:
         history = PassHistory()
         try:
-            held: Callable[[], Any] = weakref.ref(dataset, lambda _: _histories.pop(key, None))
+            # Bound to the dict itself: names of the module are gone where the interpreter ends.
+            known: dict[int, Any] = _histories
+            held: Callable[[], Any] = weakref.ref(dataset, lambda _: known.pop(key, None))
         except TypeError:
             # Its class has no weak references: it is held for good.
             held = repeat(dataset).__next__
