@@ -158,7 +158,8 @@ class SamplerMemory:
         """
         self._refuse_to_come_first(order)
         if self._latest is not None:
-            self._latest.finish()
+            if order.is_trained_on:  # A validation within an epoch leaves the rest of that to training.
+                self._latest.finish()
             self._warn_if_left(order, self._latest)
         if self._latest is not None and not self._ended_with and order.is_trained_on:
             # It was left within a pass.
@@ -389,12 +390,11 @@ class SamplerMemory:
         return put_together([passed for passed, is_own in of_training if not is_own])
 
     def _place_of(self, epoch: int, cycle: int) -> int:
-        """The place of the latest pass of training with these labels, or behind all passes where there is none."""
+        """The place of the pass of training with these labels, of the latest fit; behind all passes where none is."""
         end = len(self.passes)
         for place in reversed(range(end)):
             label = self.passes[place][:2]
             if self._of_training[place] and label <= [epoch, cycle]:
-                # One of a fit before this one may have the same labels.
                 is_look = self._is_look and place == end - 1
                 return place if label == [epoch, cycle] and not is_look else end
         return end
