@@ -21,9 +21,9 @@ from harm.own_samplers import CountsAtEnd, Shuffled
 from harm.runs import train as train_entry
 from harm.table import Entry, WithCallback, batches, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
-from support.ledger import samples, trained
+from support.ledger import LedgerModel, Numbers, samples, trained
 from support.ranks import Ranks
-from support.runs import Outcome, ended
+from support.runs import Outcome, ended, quiet_trainer
 from support.sampler_cases import TO_EVALUATE, PlainData, cuts_loader, evaluate, torchdatas_distributed, train_with
 from support.samplers import LENGTH, LOADERS
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -547,3 +547,28 @@ def asked_by_rank_0(folder: Path) -> list[Any]:
 def test_rank_0_looks_at_the_state_of_such_a_sampler_by_itself(ranks: Ranks) -> None:
     for left, resumed in ranks.of(asked_by_rank_0):
         assert left == resumed != []
+
+
+class Counted(Sampler[int]):
+    """Shuffles by the number of its passes."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(permutation(self.passes))
+
+
+def steps_beside_validation(folder: Path) -> int:
+    sampler = Counted()
+    trainer = quiet_trainer(StatefulDataCallback(seed=0), **on_ranks(max_epochs=1), val_check_interval=1)
+    data = [DataLoader(Numbers(NUM_SAMPLES), batch_size=4, sampler=sampler) for _ in range(2)]
+    trainer.fit(LedgerModel(), *data)
+    return trainer.global_step
+
+
+def test_a_validation_within_an_epoch_leaves_the_rest_of_a_shared_sampler_to_training(ranks: Ranks) -> None:
+    assert ranks.of(steps_beside_validation) == [NUM_SAMPLES // 8] * 2
