@@ -489,12 +489,12 @@ def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
     held, memory = _MEMORIES.get(id(sampler), (None, None))
     if held is not None and memory is not None and held() is sampler:
         return memory
-    key, made = id(sampler), SamplerMemory(SamplerParts(sampler, dataset))
+    key, made, memories = id(sampler), SamplerMemory(SamplerParts(sampler, dataset)), _MEMORIES
     try:
         # Bound to the dict itself: names of the module are gone where the interpreter ends.
-        reference: Callable[[], Any] = weakref.ref(sampler, lambda _, memories=_MEMORIES: memories.pop(key, None))  # type: ignore[misc]
+        reference: Callable[[], Any] = weakref.ref(sampler, lambda _: memories.pop(key, None))
     except TypeError:
         # Its class has no weak references: it is held for good.
         reference = repeat(sampler).__next__
-    _MEMORIES[key] = reference, made
+    memories[key] = reference, made
     return made
