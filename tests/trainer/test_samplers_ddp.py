@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from harm.basics import LENGTH as NUM_SAMPLES
 from harm.basics import num_ranks, own_rank, permutation
-from harm.own_samplers import CountsAtEnd, Shuffled
+from harm.own_samplers import CountsAtEnd, CountsAtStart, Shuffled
 from harm.runs import train as train_entry
 from harm.table import Entry, WithCallback, batches, of
 from support.ddp_runs import Link, assert_chains, chain_of, on_ranks
@@ -549,21 +549,8 @@ def test_rank_0_looks_at_the_state_of_such_a_sampler_by_itself(ranks: Ranks) -> 
         assert left == resumed != []
 
 
-class Counted(Sampler[int]):
-    """Shuffles by the number of its passes."""
-
-    passes = 0
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(permutation(self.passes))
-
-
 def steps_beside_validation(folder: Path) -> int:
-    sampler = Counted()
+    sampler = CountsAtStart()
     trainer = quiet_trainer(StatefulDataCallback(seed=0), **on_ranks(max_epochs=1), val_check_interval=1)
     data = [DataLoader(Numbers(NUM_SAMPLES), batch_size=4, sampler=sampler) for _ in range(2)]
     trainer.fit(LedgerModel(), *data)

@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from harm.basics import LENGTH, permutation
+from harm.basics import LENGTH
 from harm.laws import judged
-from harm.own_samplers import Sized
+from harm.own_samplers import CountsAtStart, Sized
 from harm.table import of
 from support.ledger import LedgerModel, Numbers
 from support.runs import quiet_trainer
@@ -74,16 +74,6 @@ def test_it_is_resumed_exactly_wherever_it_is_stopped(tmp_path: Path, kind: Any,
     judged(tmp_path, of(kind), dict.fromkeys(stops, "exact"), "runs", workers)
 
 
-class Counts(Sized):
-    """Shuffles by the number of its passes."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(permutation(self.passes))
-
-
 @pytest.mark.parametrize(
     "epochs_before", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -108,7 +98,7 @@ def test_passes_of_a_fit_before_this_one_are_begun_again_in_a_new_process(
                 trainer.save_checkpoint(tmp_path / "stop.ckpt")
 
     def made() -> DataLoader[Any]:
-        return DataLoader(Numbers(LENGTH), batch_size=4, sampler=Counts())
+        return DataLoader(Numbers(LENGTH), batch_size=4, sampler=CountsAtStart())
 
     data, is_second = made(), False
     fit(data, epochs_before)
