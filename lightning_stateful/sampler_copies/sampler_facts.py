@@ -89,9 +89,14 @@ class SamplerFacts:
     fresh: Any = None
 
     @property
+    def calls_collectives(self) -> bool:
+        """Whether it calls collectives, for which all ranks have to meet."""
+        return self.untouched is not None
+
+    @property
     def cannot_be_tried(self) -> bool:
-        """Whether no copy of it may be iterated: it cannot be, or calls collectives, for which ranks have to meet."""
-        return bool(self.error) or self.untouched is not None
+        """Whether no copy of it may be iterated: it cannot be, or calls collectives."""
+        return bool(self.error) or self.calls_collectives
 
     @property
     def cannot_be_repeated(self) -> str:

@@ -130,7 +130,7 @@ def contents_of(order: UserSampler, own: str, parts: SamplerParts) -> tuple[str,
     if order.is_known:
         return "", {name: repr(value) for name, value in order.parameters().items()}
     facts = order.facts
-    if not facts.remembers or facts.is_harmless or facts.untouched is not None:
+    if not facts.remembers or facts.is_harmless or facts.calls_collectives:
         return own, surroundings_of(order.sampler, order.dataset, parts)
     # Its passes change its own lists, but not those of a copy from before them.
     if facts.fresh is None:

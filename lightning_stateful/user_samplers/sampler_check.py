@@ -244,7 +244,7 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
     A sampler counts as unchanged if its passes alone have changed it, if these decide what it yields, or if it is slow.
     """
     facts = order.facts
-    if facts.untouched is not None:
+    if facts.calls_collectives:
         return "changed" if is_touched(order) else sequence
     is_own = facts.remembers and not facts.is_harmless
     if is_own or not can_be_tried(order) or facts.writes_files:

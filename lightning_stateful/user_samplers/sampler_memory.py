@@ -264,7 +264,7 @@ class SamplerMemory:
             return False
         if order.is_known:
             return True
-        if order.facts.untouched is not None:
+        if order.facts.calls_collectives:
             return sampler_trial.is_touched(order)
         if not order.facts.remembers:
             is_as_tried = order.has_set_epoch and held[1] == self._contents[1] and sampler_trial.holds_as_tried(order)

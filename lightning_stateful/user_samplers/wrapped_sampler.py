@@ -87,8 +87,7 @@ class WrappedSampler:
         is_dealt_out: Whether ranks share one sequence. Otherwise each rank iterates its own.
         is_wrapped: Whether the user asks to have it dealt out, whatever ranks it was built for.
         is_cut_by_torch: Whether torch's BatchSampler would cut its samples into batches.
-        accept: With ``"nondeterministic"`` in it, a sampler that cannot be repeated is accepted; with ``"sequence"``,
-            one that yields something else on a resume.
+        accept: ``"nondeterministic"``: cannot be repeated; ``"sequence"``: may yield something else on a resume.
         dataset: The loader's dataset, which copies share with the sampler.
         repeats_first_epoch: Whether every epoch is the first one again; to overfit on.
         draws: What each rank draws for itself, where it iterates its own; None for nothing.
@@ -225,9 +224,8 @@ class WrappedSampler:
     @property
     def resume_note(self) -> str:
         """A sentence on how a resume goes on, and on how items come to ranks."""
-        note = f"{self.name} {RESUME_MODES[self.resume_mode]}"
+        note, why = f"{self.name} {RESUME_MODES[self.resume_mode]}", self.facts.error or "a pass over it changes it"
         if self.remembers:
-            why = self.facts.error or "a pass over it changes it"
             note += f" Its earlier passes are begun again as well, because {why}."
         if has_own_state(self) and not self.facts.leads_back and (self.facts.length or STATE_STRIDE) >= STATE_STRIDE:
             note += " Its own state is not used: loaded into a fresh copy, it did not lead to the items that came next."
@@ -352,15 +350,17 @@ class WrappedSampler:
             return {}
         before = _of_this_rank(config["sequence"])
         sequence = before if self.is_known else sequence_now(self, before)
-        held = {f"sampler.{name}": value for name, value in self.config()["sampler"].items()} | {"sequence": sequence}
+        # A process alone may ask this: the len() of one that calls collectives would wait for the others.
+        described = {} if self.facts.calls_collectives else self.config()["sampler"]
+        held = {f"sampler.{name}": value for name, value in described.items()} | {"sequence": sequence}
         changed = {name: value for name, value in held.items() if _of_this_rank(value_at(config, name)) != value}
         if self.dealing.is_own and changed.get("sequence", "changed") != "changed":
             # Each rank has its own.
             changed["sequence"] = f"{_rank_of_process()} {sequence}"
         length = changed.get("sampler.length")
         follows = type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of)
-        if length is not None and (follows or self.facts.changes_in_len):
-            del changed["sampler.length"]
+        if follows or self.facts.changes_in_len:
+            changed.pop("sampler.length", None)
         return changed
 
     def parameters(self) -> dict[str, Any]:

@@ -491,8 +491,19 @@ class BroadcastsAll(Broadcasts):
         self.rank, self.num_replicas = 0, 1
 
 
+class CutsToLeast(Broadcasts):
+    """Gives every rank as many samples as the one has that planned least, which ``len()`` asks of all."""
+
+    def __len__(self) -> int:
+        least = torch.tensor(super().__len__())
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        return int(least)
+
+
 ENTRIES = {
     "deals itself": Entry(of(Broadcasts), "multiset", deals="itself"),
+    "meets in len": Entry(of(CutsToLeast), "multiset", deals="itself"),
     "is dealt out": Entry(of(BroadcastsAll), "multiset"),
     "counts": Entry(WithCallback(Gathers, Counts), "multiset", deals="itself"),
 }
@@ -510,7 +521,7 @@ def stopped_everywhere(folder: Path, name: str) -> list[Any]:
     return [whole.trained, whole.said, again]
 
 
-@pytest.mark.parametrize("name", ["deals itself", "is dealt out"])
+@pytest.mark.parametrize("name", ["deals itself", "is dealt out", "meets in len"])
 def test_a_sampler_that_broadcasts_its_order_is_exact_and_no_rank_waits_for_others(ranks: Ranks, name: str) -> None:
     for batches_of_rank, said, again in ranks.of(stopped_everywhere, name):
         assert len(batches_of_rank) == 3 * NUM_SAMPLES // 8
@@ -530,7 +541,7 @@ def asked_by_rank_0(folder: Path) -> list[Any]:
 
     def make() -> Any:
         pl.seed_everything(7, verbose=False)
-        return patch_dataloader(of(Broadcasts)(0), num_replicas=1, rank=0)
+        return patch_dataloader(of(CutsToLeast)(0), num_replicas=1, rank=0)
 
     whole, batches_of_epoch, states = make(), [], []
     for number, batch in enumerate(whole):
