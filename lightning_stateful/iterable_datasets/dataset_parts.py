@@ -30,6 +30,8 @@ from lightning_stateful.generators.attributes import (
     package_of,
     places_outside,
 )
+from lightning_stateful.generators.generator_states import identity_of
+from lightning_stateful.generators.rng import state_of_generator
 from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents
 from lightning_stateful.samplers.fingerprint import digest, digest_of_tensor, is_plain_tensor
 
@@ -97,7 +99,9 @@ def digest_of_dataset(dataset: Any) -> str:
     return digest([digest_of_contents(part) for part in parts_of(dataset)])
 
 
-def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True) -> Iterator[tuple[str, Any]]:
+def attributes_in(
+    dataset: Any, looks_at: Callable[[Any], bool] = lambda part: True, *, with_told: bool = False
+) -> Iterator[tuple[str, Any]]:
     """The attributes of a dataset and of the datasets in it, by ``class.attribute``.
 
     Left out are what ``set_epoch`` sets, and Lightning's objects, such as a Trainer.
@@ -105,13 +109,14 @@ def attributes_in(dataset: Any, looks_at: Callable[[Any], bool] = lambda part: T
     Args:
         dataset: The dataset.
         looks_at: Which of them to look at; by default all.
+        with_told: Whether what ``set_epoch`` sets is among them.
     """
     for part in parts_of(dataset):
         told = names_told(part)
         if told is None or not looks_at(part):
             continue
         for name, value in attributes_and_defaults(part).items():
-            if name not in told and not (is_lightnings(value) or _reads_in_threads(value)):
+            if (with_told or name not in told) and not (is_lightnings(value) or _reads_in_threads(value)):
                 yield f"{type(part).__qualname__}.{name}", value
 
 
@@ -160,13 +165,13 @@ def digests_as_built(dataset: Any) -> dict[str, str]:
     return digests_of(dataset, None)
 
 
-def values_in(dataset: Any) -> Iterator[tuple[str, Any]]:
+def values_in(dataset: Any, *, with_told: bool = False) -> Iterator[tuple[str, Any]]:
     """As :func:`attributes_in`, and variables outside of the dataset that code of the user's in it names, once each.
 
     Of objects of the user's in such variables it is what they hold, and of functions a text that tells them apart.
     """
     names = set()
-    for name, value in attributes_in(dataset):
+    for name, value in attributes_in(dataset, with_told=with_told):
         names.add(name)
         yield name, value
     places = places_of_outside(dataset, functions=True)
@@ -198,7 +203,8 @@ def places_of_outside(dataset: Any, *, functions: bool = False) -> dict[str, Cal
 def digests_of(dataset: Any, names: Collection[str] | None) -> dict[str, str]:
     """Digests of values as they are now, for another process to compare; None for plain attributes and containers."""
     found: dict[str, str] = {}
-    for name, value in attributes_in(dataset) if names is None else values_in(dataset) if names else ():
+    values = attributes_in(dataset) if names is None else values_in(dataset, with_told=True) if names else ()
+    for name, value in values:
         if name in names if names is not None else type(value) in (*PLAIN, *GROWING):
             if type(value) in GROWING and len(value) > _MOST_ITEMS:
                 # Such as the samples of a replay buffer, at every save.
@@ -220,7 +226,8 @@ class HeldValues:
     """What the attributes of a dataset, and the variables outside of it that its code names, hold at one time.
 
     Of objects it is seen when another one is set, when a list, set or dict grows or shrinks, and when a short one, a
-    small array or an attribute of an object of the user's is changed. What ``set_epoch`` sets is left out.
+    small array or an attribute of an object of the user's is changed. What ``set_epoch`` sets counts as changed where it
+    has another content by then, and random generators among it where they stand elsewhere.
 
     Args:
         dataset: The dataset.
@@ -229,9 +236,8 @@ class HeldValues:
     def __init__(self, dataset: Any) -> None:
         parts = [part for part in parts_of(dataset) if hasattr(part, "__dict__") and names_told(part) is not None]
         self._holders = [part for part in parts if len(vars(part)) <= _MOST_ATTRIBUTES][:_MOST_DATASETS]
-        told = [(type(part).__qualname__, name) for part in self._holders for name in names_told(part) or ()]
-        self._told = {f"{kind}.{name}" for kind, name in told}
-        left_out = {name for _, name in told}.union(self._told, dict(attributes_in(dataset)))
+        self._told = {f"{type(part).__qualname__}.": {*(names_told(part) or ())} for part in self._holders}
+        left_out = self._names_told().union(*self._told.values(), dict(attributes_in(dataset)))
         # What reads the variables.
         self._places = {
             name: read
@@ -260,8 +266,12 @@ class HeldValues:
                 return False
         return self._contents == self._contents_now()
 
-    def changed(self) -> set[str]:
-        """The names of those that do not."""
+    def changed(self, *, with_told: bool = True) -> set[str]:
+        """The names of those that do not.
+
+        Args:
+            with_told: Whether what ``set_epoch`` sets is among them.
+        """
         changed = changed_names(self._contents, self._contents_now())
         kinds = [*(f"{type(part).__qualname__}." for part in self._holders), ""]
         for kind, before, of, items in zip(kinds, self._noted, self._now(), self._items, strict=True):
@@ -269,11 +279,19 @@ class HeldValues:
             names = {name for name, held in items.items() if not _are_same(held, of_items.get(name, []))}
             names |= before.keys() ^ of.keys()
             names |= {name for name in before.keys() & of.keys() if not _is_same(before[name], of[name])}
-            changed |= {f"{kind}{name}" for name in names}
-        return changed - self._told
+            # Told the same epoch again it holds other objects with the same in them.
+            alike = {name for name in names & self._told.get(kind, set()) if _have_same_content(before, of, name)}
+            changed |= {f"{kind}{name}" for name in names - alike}
+        return changed if with_told else changed - self._names_told()
+
+    def _names_told(self) -> set[str]:
+        return {f"{kind}{name}" for kind, names in self._told.items() for name in names}
 
     def _now(self) -> list[dict[str, Any]]:
         held = [{**defaults_of_class(part), **vars(part)} for part in self._holders]
+        for part, of in zip(self._holders, held, strict=True):
+            told = self._told[f"{type(part).__qualname__}."] & of.keys()
+            of |= {name: state_of_generator(of[name]) for name in told if identity_of(of[name])}
         return [*held, {name: read() for name, read in self._places.items()}]
 
     def _contents_now(self) -> dict[str, str]:
@@ -321,6 +339,10 @@ def _is_users_object(value: Any) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
+
+
+def _have_same_content(some: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool:
+    return digest_of_contents([some.get(name)]) == digest_of_contents([others.get(name)])
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:

@@ -152,12 +152,17 @@ class SetWithinPass:
         used = {"used": sorted(self._used)} if self._used else {}
         if not self._set and not used:
             return {}
-        ahead = sorted(name for name, (of, num_read) in self._set.items() if of == epoch and num_read > step)
-        return {"within": digests_of(self._dataset, self._set), "ahead": ahead, **used}
+        within = digests_of(self._dataset, self._set)
+        is_ahead = {name: of == epoch and num_read > step for name, (of, num_read) in self._set.items()}
+        return {"within": within, "ahead": sorted(name for name in within if is_ahead[name]), **used}
 
-    def changed(self) -> set[str]:
-        """The attributes that are not as they were behind the latest batch of a pass; none if that has ended."""
-        return set() if self._left is None else self._left.changed()
+    def changed(self, *, with_told: bool = True) -> set[str]:
+        """The attributes that are not as they were behind the latest batch of a pass; none if that has ended.
+
+        Args:
+            with_told: Whether what ``set_epoch`` sets is among them.
+        """
+        return set() if self._left is None else self._left.changed(with_told=with_told)
 
     def _compare(self) -> None:
         """Warn of what is another than in the run that wrote the checkpoint."""

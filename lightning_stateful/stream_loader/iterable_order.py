@@ -395,7 +395,7 @@ class IterableOrder(StreamReader):
     def _note_cut(self) -> None:
         """The latest pass is left where it is, perhaps before its end: what has changed since was set by others."""
         if self._watch is not None and self._within is not None:
-            self._watch.note_set(self._within.changed())
+            self._watch.note_set(self._within.changed(with_told=False))
 
     def _note_own_state(self, watch: SetBetweenPasses, state: IterableState) -> None:
         """Try on a copy which attributes the state of the dataset's own restores, if it can be copied."""

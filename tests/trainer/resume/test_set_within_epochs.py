@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -309,3 +311,56 @@ def test_nor_is_what_a_hook_counts_up_within_an_epoch_from_what_nobody_has_resto
     trainer = quiet_trainer(Raises(dataset), StatefulDataCallback(seed=0), max_epochs=2, limit_val_batches=0)
     trainer.fit(Records(), DataLoader(dataset, batch_size=2, num_workers=1), ckpt_path=tmp_path / "3.ckpt")
     assert f"On the resume level was 3.0, and went from 0.0 to {BATCHES - 3}.0" in caplog.text
+
+
+class Told(IterableDataset[Any]):
+    """Samples that follow from the epoch that it was told last, and from a generator that this seeds."""
+
+    def __init__(self) -> None:
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.draws = epoch, random.Random(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(2 * BATCHES):
+            yield number, number + 100 * self.epoch + self.draws.random()
+
+
+class Tells(pl.Callback):
+    """Tells a dataset the epoch, perhaps counted from another one; Lightning has read its first batch by then."""
+
+    def __init__(self, dataset: Told, shift: int) -> None:
+        self.dataset, self.shift = dataset, shift
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.dataset.set_epoch(trainer.current_epoch + self.shift)
+
+
+class TellsEpoch(Tells):
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.dataset.epoch = trainer.current_epoch + self.shift
+
+
+@pytest.mark.parametrize(("tells", "shift"), [(Tells, 3), (Tells, 0), (TellsEpoch, 3), (TellsEpoch, 0)])
+def test_nor_is_an_epoch_that_a_hook_tells_behind_the_first_batch(
+    tmp_path: Path, tells: type[Tells], shift: int
+) -> None:
+    def fit(path: Path | None = None) -> tuple[list[Any], list[str]]:
+        dataset, model = Told(), Records()
+        saver = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        callbacks = [tells(dataset, shift), StatefulDataCallback(seed=0), *([saver] if path is None else [])]
+        trainer = quiet_trainer(*callbacks, enable_checkpointing=path is None, limit_val_batches=0, max_epochs=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(dataset, batch_size=2), ckpt_path=path)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        return model.trained, [one for one in said if "Told." in one]
+
+    whole, said = fit()
+    assert bool(said) is (tells is Tells)
+    assert all("Told.draws was set within an epoch" in one for one in said), said
+    rest, said = fit(tmp_path / "step=1.ckpt")
+    assert (rest == whole[1:]) is (not said)
+    assert bool(said) is (tells is Tells or shift > 0)
+    assert all("was set within the epoch in the run that wrote" in one for one in said), said
