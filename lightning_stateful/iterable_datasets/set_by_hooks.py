@@ -225,6 +225,9 @@ class SetBetweenPasses:
         ids = {id(value) for value in others if type(value) not in PLAIN and not isinstance(value, Enum)}
         changed = changed_names(self._begun, now)
         shared = {name for name, value in attributes_in(self._dataset) if id(value) in ids} & changed
+        evaluated = {id(part) for dataset in list(_EVALUATED.values()) for part in parts_of(dataset)}
+        kinds = tuple(f"{type(part).__qualname__}." for part in parts_of(self._dataset) if id(part) in evaluated)
+        shared |= {name for name in changed if name.startswith(kinds)}
         drawn = {id(one) for dataset in list(_EVALUATED.values()) for _, one in _generators_in(dataset)}
         shared |= {
             name

@@ -230,6 +230,26 @@ def test_a_list_that_passes_of_training_and_of_validation_shuffle_is_warned_of(s
     assert len(said) == shares
 
 
+class CountsPasses(IterableDataset[int]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(4 * BATCHES), 4 * BATCHES))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_so_is_one_dataset_whose_passes_of_training_and_of_validation_are_counted_together(shares: bool) -> None:
+    dataset = CountsPasses()
+    held = DataLoader(dataset if shares else CountsPasses(), batch_size=4)
+    trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Validates(), DataLoader(dataset, batch_size=4), held)
+    said = [str(one.message) for one in caught if "share one object, CountsPasses.passes" in str(one.message)]
+    assert len(said) == shares
+
+
 class Augments:
     def __init__(self) -> None:
         self.steps: list[Any] = [random.Random(3)]
