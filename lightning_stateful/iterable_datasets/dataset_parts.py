@@ -226,8 +226,8 @@ class HeldValues:
     """What the attributes of a dataset, and the variables outside of it that its code names, hold at one time.
 
     Of objects it is seen when another one is set, when a list, set or dict grows or shrinks, and when a short one, a
-    small array or an attribute of an object of the user's is changed. What ``set_epoch`` sets counts as changed where it
-    has another content by then, and random generators among it where they stand elsewhere.
+    small array or an attribute of an object of the user's is changed. What ``set_epoch`` sets counts as changed where
+    it has another content by then, and random generators among it where they stand elsewhere.
 
     Args:
         dataset: The dataset.

@@ -28,6 +28,8 @@ from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.loops.single_samples import warn_of_single_samples
 from lightning_stateful.samplers.rank_exchange import expect_alike
 from lightning_stateful.state import order_in_words
+from lightning_stateful.stream_loader.loader import StreamLoader
+from lightning_stateful.stream_loader.rank_sync import RANKS_A_STEP
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # Arguments of the Trainer by which training goes, with their defaults.
@@ -325,10 +327,11 @@ def say_at_start(trainer: pl.Trainer, combined: CombinedLoaders, epoch: int) -> 
                 "Where a shorter loader ends an epoch, as in the mode min_size, the next epoch of this one goes on "
                 "there; Lightning alone begins its data anew."
             ]
-        elif may_end_early and trainer.world_size > 1 and not (loader.is_sized or loader.num_workers):
+        elif isinstance(loader, StreamLoader) and trainer.world_size >= 2 * RANKS_A_STEP and not loader.is_sized:
             notes += [
-                "It is read a batch further than by Lightning alone, as ranks tell each other whether they have one: "
-                "where a shorter loader ends an epoch, a source that goes on at the next iter() loses that batch."
+                "It is read some batches further than by Lightning alone, as so many ranks tell each other of several "
+                "batches at once whether they have them: a source that goes on at the next iter() loses them where an "
+                "epoch ends early, and what a hook sets within an epoch comes into force later."
             ]
         if trainer.limit_train_batches != 1.0 and (late := _left_late(loader)):
             notes.append(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The node states of a rank's worker slots: plain JSON data.
 Record = list[Any]
 
-_RANKS_A_STEP = 64  # Up to so many ranks send each step by itself; more send groups of two, three, ... steps.
+RANKS_A_STEP = 64  # Up to so many ranks send each step by itself; more send groups of two, three, ... steps.
 _COUNTERS = 4  # A group is complete before the third after it is begun, so that counters take turns.
 _SPARE = 8  # Groups that are kept beside those asked for: others may be ahead of rank 0.
 _KEPT_RUNS = 4  # This one, and some before until it has got as far as records are kept.
@@ -51,7 +51,8 @@ class RankSync:
 
     Each rank publishes a record for each of its batches before it is handed it. A step *happens* if all ranks have one
     for it, so all stop before the same step, and where each stands is known. Records are published a step before they
-    are needed, so ranks hardly ever wait; while they do, signals are handled.
+    are needed, so ranks hardly ever wait; while they do, signals are handled. Where ``reads_ahead`` is False, they are
+    published as they are needed, so that no rank reads further than it is asked to.
 
     Records are sent in groups of steps: for each, a message under the rank's key, an addition to a counter, and a look
     at it. Large parts of records are stored beside them under their digest, once, until no kept record has them.
@@ -69,6 +70,7 @@ class RankSync:
         keep: For how many steps back records can be had.
         timeout: Seconds to wait for others, at each step anew; on ranks other than 0 up to five more.
         group_size: Steps of a group; None for one up to 127 ranks, two up to 191, and so on.
+        reads_ahead: Whether to read a step ahead; groups of several steps are read ahead in any case.
         describe: Says in words what a rank was doing at a record, for errors.
         world: The processes, and this one; None where each is a data-parallel rank.
         terms: What has to be equal on all ranks, beside these arguments: plain JSON data by name.
@@ -92,12 +94,14 @@ class RankSync:
         keep: int = 64,
         timeout: float = 1800.0,
         group_size: int | None = None,
+        reads_ahead: bool = True,
         describe: Callable[[int, Record], str] = lambda rank, record: f"stood at {json.dumps(record)[:200]}",
         world: Topology | None = None,
         terms: Mapping[str, Any] | None = None,
     ) -> None:
-        usual = max((world or topology).num_replicas // _RANKS_A_STEP, 1)
+        usual = max((world or topology).num_replicas // RANKS_A_STEP, 1)
         self._size = usual if group_size is None else as_int("group_size", group_size, least=1)
+        self._reads_ahead = reads_ahead or self._size > 1
         self._keep = as_int("keep", keep, least=1)
         self.topology, self.timeout, self.run, self._all_columns = topology, timeout, "", ""
         self.stop: int | None = None
@@ -117,7 +121,8 @@ class RankSync:
     def horizon(self, step: int) -> int:
         """Below which step this rank has to have published its records, and no others, to ask about ``step``."""
         # The first batch is read alone, as by torch: Lightning begins a pass that it gives up behind that.
-        return 1 if step == 0 and self._size == 1 else ((step + 1) // self._size + 1) * self._size
+        is_alone = not self._reads_ahead or (step == 0 and self._size == 1)
+        return step + 1 if is_alone else ((step + 1) // self._size + 1) * self._size
 
     def publish(self, record: Sequence[Any], *, is_end: bool = False) -> None:
         """Publish that this rank has the next batch, and where it stands after it; does not wait.

@@ -463,6 +463,7 @@ class StreamReader(ABC):
             label=self._label,
             keep=self.recent.keep,
             timeout=self.options.timeout,
+            reads_ahead=self._reads_alike,
             describe=describe,
             world=world,
             terms={**self.settings.describe(), **read, **self.first_samples, "progress": where},

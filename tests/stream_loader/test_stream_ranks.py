@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -41,8 +42,10 @@ from support.stream_cases import (
     tokens,
 )
 from support.stream_troubles import Trouble, fail, stand_still
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.nodes import IterableWrapper
 
+from lightning_stateful import patch_dataloader
 from lightning_stateful.errors import StatefulError
 from lightning_stateful.streams import as_stream
 
@@ -101,6 +104,32 @@ def exact(folder: Path) -> Any:
         assert_goes_on(partial(make, folder), [4, 0, 1, 7, 9], total=26, observed=(items, states))
         found[name] = {"items": items, "states": states, "reports": reports}
     return found
+
+
+class Endless(IterableDataset[int]):
+    """Goes on at each ``iter()``."""
+
+    def __init__(self) -> None:
+        self.drawn = random.Random(dist.get_rank())
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.drawn.randrange(1000)
+
+
+def left_by_break(folder: Path) -> list[Any]:
+    """Batches of epochs that a loop breaks off, by torch and by us."""
+    found: list[Any] = []
+    for make in (lambda loader: loader, patch_dataloader):
+        for workers in ({}, {"num_workers": 2, "persistent_workers": True}):
+            loader = make(DataLoader(Endless(), 4, **workers))
+            found.append([batch.tolist() for _ in range(3) for batch in islice(loader, 5)])
+    return found
+
+
+def test_epochs_that_a_loop_breaks_off_lose_no_batch_of_an_endless_source(ranks: Ranks) -> None:
+    for alone, in_workers, ours, ours_in_workers in ranks.of(left_by_break):
+        assert (alone, in_workers) == (ours, ours_in_workers)
 
 
 @pytest.mark.parametrize("name", KINDS)
