@@ -27,6 +27,16 @@ COUNT = range(2**48)
 EPOCH = range(2**40 + 1)
 CYCLE = range(2**20)
 RANKS = range(1, 2**20)
+# What something else than the passes over an iterable dataset has set on it.
+SET_ON_RANK = {
+    "set?": {str: str},
+    "first?": {str: str},
+    "later?": {str: str},
+    "drawn?": [str],
+    "set_within?": {"within": {str: str}, "ahead": [str], "used?": [str]},
+    "copies?": {str: str},
+    "generators?": str,
+}
 # The end of errors about what is damaged.
 DAMAGED = " Resume from another checkpoint; this one's data state is damaged."
 # Levels of dicts and lists, values in copies of parts that are held several times, and bits of an integer.

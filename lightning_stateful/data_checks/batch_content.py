@@ -72,7 +72,7 @@ class BatchContent:
         self._is_first = trainer.is_global_zero
         self._build = builder_of(trainer)
         self.settings = DatasetSettings(self._loaders, self._build)
-        self.of_rank = SettingsOfRank(self._loaders, self.settings, trainer)
+        self.of_rank = SettingsOfRank(loaders, self.settings, trainer)
         # By path: what was read on a resume in the place of a batch of an epoch that is over.
         self._before_hooks: dict[str, dict[str, Any] | None] = {}
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.loaders.stateful_loader import StatefulLoader
+from lightning_stateful.loaders.combined_loaders import streams_in
+from lightning_stateful.loaders.patching import AnyLoader, map_style
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.ranks import gathered
 from lightning_stateful.state import holds
@@ -25,31 +26,35 @@ class SettingsOfRank:
     with those; callbacks and modules restore what they have saved on rank 0.
 
     Args:
-        loaders: The map-style loaders, by path.
+        loaders: The loaders, by path.
         settings: What hooks set on their datasets.
         trainer: The trainer; a process alone has nothing to show.
 
     State:
-        ``settings``: that of :class:`DatasetSettings`; ``changed``: by path, what has changed of data and samplers.
+        ``settings``: that of :class:`DatasetSettings`; ``changed``: by path, what has changed of data and samplers;
+        ``streams``: what was set on the data of streams, by path.
     """
 
-    def __init__(self, loaders: Mapping[str, StatefulLoader], settings: DatasetSettings, trainer: pl.Trainer) -> None:
-        self._loaders, self._settings = loaders, settings
+    def __init__(self, loaders: Mapping[str, AnyLoader], settings: DatasetSettings, trainer: pl.Trainer) -> None:
+        self._loaders, self._streams, self._settings = map_style(loaders), streams_in(loaders), settings
         self._rank, self._num_ranks = trainer.global_rank, trainer.world_size
         # What a checkpoint has of this rank, and of rank 0; empty where both are the same.
         self._own: Mapping[str, Any] = {}
         self._of_first: Mapping[str, Any] = {}
 
-    def state(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, settings: Mapping[str, Any], streams: Mapping[str, Any]) -> dict[str, Any]:
         """See above; empty where nothing was set.
 
         Args:
             settings: The state of :class:`DatasetSettings`.
+            streams: By path, what was set on the data of streams.
         """
         if self._num_ranks == 1:
             return {}
         changed = {path: loader.changed() for path, loader in self._loaders.items()}
-        found = {"settings": settings, "changed": {path: of for path, of in changed.items() if of}}
+        found: dict[str, Any] = {"settings": settings, "changed": {path: of for path, of in changed.items() if of}}
+        # Of a rank where nothing was set too, as rank 0 may have something.
+        found |= {"streams": dict(streams)} if streams else {}
         return found if any(found.values()) else {}
 
     def expect(self, saved: Mapping[str, Any], *, is_within_epoch: bool) -> None:
@@ -64,6 +69,9 @@ class SettingsOfRank:
         self._own, self._of_first = (part or {}).get("set_by_hooks", {}), saved.get("dataset_settings", {})
         settings = self._own["settings"] if self._own else self._of_first
         self._settings.expect(settings, is_within_epoch=is_within_epoch, is_of_rank=bool(self._own))
+        for path, of_stream in self._own.get("streams", {}).items():
+            if path in self._streams:
+                self._streams[path].expect_set(of_stream, is_within=is_within_epoch)
 
     def compare(
         self,

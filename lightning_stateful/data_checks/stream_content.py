@@ -12,6 +12,7 @@ from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.data_checks.odd_datasets import find_trained
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
+from lightning_stateful.loaders.combined_loaders import streams_in
 from lightning_stateful.loaders.patching import AnyLoader
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to
@@ -37,8 +38,7 @@ class StreamContent:
     """
 
     def __init__(self, loaders: Mapping[str, AnyLoader]) -> None:
-        orders = {path: loader.order for path, loader in loaders.items()}
-        self._orders = {path: order for path, order in orders.items() if isinstance(order, StreamReader)}
+        self._orders = streams_in(loaders)
         self._notes: dict[str, list[dict[str, Any]]] = {}
         # By path, digests of what functions reached as each of these passes began, and names of what has changed.
         self._values: dict[str, list[Mapping[str, str]]] = {}

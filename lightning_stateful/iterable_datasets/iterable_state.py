@@ -11,7 +11,7 @@ from lightning_stateful.errors import PositionError, StatefulWarning
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
 from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
-from lightning_stateful.shapes import COUNT, EPOCH, RANKS, Either, check_shape, refuse_unless
+from lightning_stateful.shapes import COUNT, EPOCH, RANKS, SET_ON_RANK, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
 from lightning_stateful.stream_nodes.nodes import NodeState
 from lightning_stateful.stream_nodes.own_state import has_state
@@ -44,14 +44,8 @@ _SHAPE = {
     "workers": RANKS,
     "steps": COUNT,
     "slots": [Either(None, _SLOT)],
-    "set?": {str: str},
-    "first?": {str: str},
-    "later?": {str: str},
-    "drawn?": [str],
-    "set_within?": {"within": {str: str}, "ahead": [str], "used?": [str]},
     "alike?": [str],
-    "copies?": {str: str},
-    "generators?": str,
+    **SET_ON_RANK,
 }
 
 

@@ -17,9 +17,16 @@ from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import kinds_found_alike
 from lightning_stateful.stream_loader.iterable_order import IterableOrder
 from lightning_stateful.stream_loader.order import StreamOrder
+from lightning_stateful.stream_loader.reader import StreamReader
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 MODES = ("min_size", "max_size", "max_size_cycle")
+
+
+def streams_in(loaders: Mapping[str, AnyLoader]) -> dict[str, StreamReader]:
+    """What reads those of some loaders, by path, that are of streams and other iterable datasets."""
+    orders = {path: loader.order for path, loader in loaders.items()}
+    return {path: order for path, order in orders.items() if isinstance(order, StreamReader)}
 
 
 class CombinedLoaders:
@@ -186,6 +193,15 @@ class CombinedLoaders:
         """The state before a step of an epoch: fresh plain data, equal on all ranks."""
         found = {path: self.plan_at(path, epoch, step) for path in self.loaders}
         return self._state({path: plan.progress_after(steps) for path, (plan, steps) in found.items()})
+
+    def set_on_rank(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
+        """Of streams, by path, what something else than their passes has set on the data of this rank until a step."""
+        found = {}
+        for path, order in streams_in(self.loaders).items():
+            plan, steps = self.plan_at(path, epoch, step)
+            at = plan.progress_after(steps)
+            found[path] = order.set_on_rank(at.epoch, at.consumed)
+        return found
 
     def report_at(self, epoch: int, step: int) -> dict[str, dict[str, Any]]:
         """Counts of what each loader has served before a step of an epoch, by path."""

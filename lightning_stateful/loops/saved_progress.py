@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_stateful.errors import DamagedStateError, StateError, StateVersionError
-from lightning_stateful.shapes import COUNT, DAMAGED, EPOCH, RANKS, Either, check_shape
+from lightning_stateful.shapes import COUNT, DAMAGED, EPOCH, RANKS, SET_ON_RANK, Either, check_shape
 from lightning_stateful.state import VERSION
 
 # Under this key a checkpoint's "callbacks" hold the state of StatefulDataCallback.
@@ -67,7 +67,7 @@ _OF_RANK = {
     "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
     "remembered?": {str: str},
     "latest?": {str: float},
-    "set_by_hooks?": {"settings": _SETTINGS, "changed": {str: object}},
+    "set_by_hooks?": {"settings": _SETTINGS, "changed": {str: object}, "streams?": {str: SET_ON_RANK}},
 }
 # The parts of the callback's state beside the progress and what is compared.
 _PARTS = {

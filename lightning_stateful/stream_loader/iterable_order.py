@@ -347,20 +347,25 @@ class IterableOrder(StreamReader):
         if says_how_ranks_draw(progress.details):
             self._set_draws(progress.details.get("alike", ()))
         self._moves_to, self._is_restored = (progress.epoch, progress.consumed), True
+        self.expect_set(progress.details, is_within=progress.consumed > 0)
+        self._stood = "" if self.topology.rank else self._stood
+
+    def expect_set(self, details: Mapping[str, Any], *, is_within: bool) -> None:
+        """See :meth:`StreamReader.expect_set`."""
         if self._watch is not None:
-            self._watch.expect(progress.details, is_within=progress.consumed > 0)
+            self._watch.expect(details, is_within=is_within)
         if self._within is not None:
-            self._within.expect(progress.details, is_within=progress.consumed > 0)
-        self._stood = "" if progress.consumed or self.topology.rank else progress.details.get("generators", "")
+            self._within.expect(details, is_within=is_within)
+        self._stood = "" if is_within else details.get("generators", "")
         # What was set before the first pass alone, of which there is no first value, does not count.
-        first = progress.details.get("first", {})
-        set_between = {name: held for name, held in progress.details.get("set", {}).items() if first.get(name)}
-        by_hooks = {**progress.details.get("set_within", {}).get("within", {}), **set_between}
+        first = details.get("first", {})
+        set_between = {name: held for name, held in details.get("set", {}).items() if first.get(name)}
+        by_hooks = {**details.get("set_within", {}).get("within", {}), **set_between}
         self.settings = replace(self.settings, set_by_hooks=dict(sorted(by_hooks.items())))
         if self._attributes is not None:
             self._attributes.set_by_hooks = by_hooks
-        if self._copies is not None and (progress.epoch or progress.consumed):
-            self._copies.expect(progress.details.get("copies", {}))
+        if self._copies is not None and self._moves_to != (0, 0):
+            self._copies.expect(details.get("copies", {}))
 
     def note_restored(self) -> None:
         """Hooks that restore what a checkpoint has were called; those of an epoch may set something else.
@@ -380,12 +385,11 @@ class IterableOrder(StreamReader):
         if self._within is not None:
             self._warn_if_set(self._within.note_restored(self.settings.set_by_hooks), _HAD_LOADED)
 
-    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
-        """As of other readers, and what was set on the dataset between passes."""
-        details = super().details_at(epoch, step)
+    def set_on_rank(self, epoch: int, step: int) -> dict[str, Any]:
+        """See :meth:`StreamReader.set_on_rank`."""
         if not step and self._epoch == epoch - 1:
             self._note_cut()
-        details |= {} if self._watch is None else self._watch.state(within=step > 0)
+        details = {} if self._watch is None else self._watch.state(within=step > 0)
         details |= {} if self._copied is None or step else self._copied.noted()
         within = {} if self._within is None else self._within.state(epoch, step)
         details |= {"set_within": within} if within else {}

@@ -161,10 +161,14 @@ class StreamOrder(StreamReader):
         if self._watch is not None:
             self._watch.note_restored()
 
-    def details_at(self, epoch: int, step: int) -> dict[str, Any]:
-        """As of other readers, and what hooks have set between passes that its functions read."""
-        details = super().details_at(epoch, step)
-        return details if self._watch is None else details | self._watch.state(within=step > 0)
+    def set_on_rank(self, epoch: int, step: int) -> dict[str, Any]:
+        """See :meth:`StreamReader.set_on_rank`: what hooks have set between passes that its functions read."""
+        return {} if self._watch is None else self._watch.state(within=step > 0)
+
+    def expect_set(self, details: Mapping[str, Any], *, is_within: bool) -> None:
+        """See :meth:`StreamReader.expect_set`."""
+        if self._watch is not None:
+            self._watch.expect(details, is_within=is_within)
 
     @property
     def values(self) -> dict[str, str]:
@@ -178,8 +182,7 @@ class StreamOrder(StreamReader):
 
     def _load(self, progress: Progress) -> None:
         super()._load(progress)
-        if self._watch is not None:
-            self._watch.expect(progress.details, is_within=progress.consumed > 0)
+        self.expect_set(progress.details, is_within=progress.consumed > 0)
 
     def number_samples(self) -> None:
         """Let batches say the numbers of their samples, unless workers have the settings already."""

@@ -332,7 +332,20 @@ class StreamReader(ABC):
     def details_at(self, epoch: int, step: int) -> dict[str, Any]:
         """The same as plain data, for a state."""
         details: dict[str, Any] = self.state_at(epoch, step).to_dict()
-        return details
+        return {**details, **self.set_on_rank(epoch, step)}
+
+    @abstractmethod
+    def set_on_rank(self, epoch: int, step: int) -> dict[str, Any]:
+        """Of the details, what something else than its passes has set on the data of this rank."""
+
+    @abstractmethod
+    def expect_set(self, details: Mapping[str, Any], *, is_within: bool) -> None:
+        """Compare with what was set on the data of a rank in the run that wrote a checkpoint.
+
+        Args:
+            details: Of that rank; see :meth:`set_on_rank`.
+            is_within: Whether a pass goes on.
+        """
 
     @property
     def is_unread(self) -> bool:

@@ -224,7 +224,8 @@ class StatefulDataCallback(pl.Callback):
         tokens = self._tokens.state(loaders.combined, progress) if loaders else None
         asked_for = {"tokens": tokens, "ledger": self.settings.ledger.state(), "validation": self._validation.state()}
         content = loaders.content.state() if loaders else {}
-        of_rank = loaders.content.of_rank.state(content["dataset_settings"]) if loaders else {}
+        set_on_rank = loaders.combined.set_on_rank(*progress.epoch_and_step) if loaders else {}
+        of_rank = loaders.content.of_rank.state(content["dataset_settings"], set_on_rank) if loaders else {}
         asked_for |= content
         asked_for |= module_changes.changes(self._trainer, progress, loop_progress.num_started(self._trainer))
         return {

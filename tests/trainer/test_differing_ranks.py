@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from support.ranks import Ranks
 from support.runs import quiet_trainer
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
@@ -151,7 +152,7 @@ class MinesEarly(Mines):
 
 
 def words(
-    folder: Path, kind: type[Callback], steps: int, momentum: float, make: Any = None, options: Any = None
+    folder: Path, kind: Any, steps: int, momentum: float, make: Any = None, options: Any = None
 ) -> list[list[str]]:
     """What a run that is stopped says, and its resume, on this rank."""
     make = make or (lambda: DataLoader(Numbers(48), batch_size=4))
@@ -227,3 +228,36 @@ def test_data_that_hooks_set_apart_are_warned_of_on_the_rank_that_gets_those_of_
     assert not [one for one in of_first if words_of_rank in one]
     (said,) = [one for one in of_second if words_of_rank in one]
     assert expected in said
+
+
+class BeginsAt(IterableDataset[Any]):
+    start = 0
+
+    def __iter__(self) -> Any:
+        return (Numbers(48)[(index + self.start) % 48] for index in range(24))
+
+
+class Restores(BeginsElsewhere):
+    """Saves where each rank begins, and restores that of the rank, or that of rank 0."""
+
+    def __init__(self, *, of_first: bool) -> None:
+        super().__init__()
+        self.of_first = of_first
+
+    def state_dict(self) -> dict[str, Any]:
+        starts = [0] * dist.get_world_size()
+        dist.all_gather_object(starts, self.start)
+        return {"starts": starts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["starts"][0 if self.of_first else dist.get_rank()]
+
+
+@pytest.mark.parametrize("of_first", [True, False])
+def test_so_is_what_they_set_apart_on_iterable_datasets(ranks: Ranks, of_first: bool) -> None:
+    kind, make = partial(Restores, of_first=of_first), partial(DataLoader, BeginsAt(), batch_size=4)
+    named = [
+        [one for one in said if "BeginsAt.start was set between two epochs in the run that wrote" in one]
+        for _, said in ranks.of(words, kind, 6, 0.0, make, {"max_epochs": 3})
+    ]
+    assert [len(of_rank) for of_rank in named] == [0, of_first]
