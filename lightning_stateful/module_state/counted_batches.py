@@ -24,7 +24,7 @@ from lightning_stateful.loops.loop_progress import call_before_epochs, is_within
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
-from lightning_stateful.module_state.passing_values import names_of_lightning, texts_of_attributes
+from lightning_stateful.module_state.passing_values import data_module_of, names_of_lightning, texts_of_attributes
 from lightning_stateful.samplers.fingerprint import short_text
 
 # Kept with the loop.
@@ -160,10 +160,11 @@ def _compare(trainer: pl.Trainer, twice: dict[str, str]) -> None:
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
-    """The user's callbacks, and the module, that put something into a checkpoint, with the beginning of names."""
-    module = trainer.lightning_module
+    """The user's callbacks, module and data module that put something into a checkpoint, and how their names begin."""
+    module, data = trainer.lightning_module, data_module_of(trainer)
     bases: list[tuple[Any, Any]] = [
         *((one, pl.Callback) for one in callbacks_of(trainer)),
+        *([] if data is None else [(data, pl.LightningDataModule)]),
         (module, pl.LightningModule),
     ]
     for one, base in bases:
@@ -177,7 +178,7 @@ def _keeps_state(kind: Any, base: Any) -> bool:
     # The module's own state_dict has weights and buffers.
     hooks = ("on_save_checkpoint",) if base is pl.LightningModule else ("on_save_checkpoint", "state_dict")
     is_own = is_users(kind.__module__) and not issubclass(kind, (Checkpoint, EarlyStopping))
-    return is_own and any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
+    return is_own and any(getattr(kind, hook, None) is not getattr(base, hook, None) for hook in hooks)
 
 
 @lru_cache(maxsize=256)

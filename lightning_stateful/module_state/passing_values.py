@@ -418,14 +418,19 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """The module, its parts, the callbacks, optimizers and data module that are a user's own."""
-    module: Any = vars(trainer).get("datamodule")
-    # One that is derived from a class of this package holds its loaders.
-    is_own = all(package_of(kind) != "lightning_stateful" for kind in type(module).__mro__)
-    others = (*callbacks_of(trainer), *trainer.optimizers, *([module] if is_own else []))
+    module = data_module_of(trainer)
+    others = (*callbacks_of(trainer), *trainer.optimizers, *([] if module is None else [module]))
     named = [(type(one).__qualname__, one) for one in others]
     for name, one in (*trainer.lightning_module.named_modules(), *named):
         if is_users(type(one).__module__):
             yield name, one
+
+
+def data_module_of(trainer: pl.Trainer) -> Any:
+    """The data module; None if there is none, or it is derived from a class of this package, and holds its loaders."""
+    module: Any = vars(trainer).get("datamodule")
+    is_own = all(package_of(kind) != "lightning_stateful" for kind in type(module).__mro__)
+    return module if is_own else None
 
 
 @lru_cache(maxsize=1)

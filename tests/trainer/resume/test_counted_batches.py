@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -60,6 +61,27 @@ class Averages(Counts):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "held": self.held}
+
+
+class CountsInData(pl.LightningDataModule):
+    """Counts samples as they reach the model, and keeps the count."""
+
+    samples = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.ones(32)] * 24, batch_size=2)
+
+    val_dataloader = train_dataloader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.samples += len(batch) * self.trainer.training
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
 
 
 class Logs(BoringModel):
@@ -119,11 +141,11 @@ def counting() -> list[Callback]:
     return [Counts(), *([averages(decay=0.5)] if averages else [])]
 
 
-def said_on_resume(model: Any, path: Path, *others: Any, **options: Any) -> list[str]:
+def said_on_resume(model: Any, path: Path, *others: Any, data: Any = None, **options: Any) -> list[str]:
     trainer = quiet_trainer(*others, StatefulDataCallback(), max_epochs=2, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, DataLoader([torch.ones(32)] * 24, batch_size=2), ckpt_path=path)
+        trainer.fit(model, data or DataLoader([torch.ones(32)] * 24, batch_size=2), ckpt_path=path)
     return [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
 
 
@@ -151,6 +173,17 @@ def test_what_counts_the_batches_of_an_open_window_twice_is_named(
     said = said_on_resume(model(), tmp_path / "best.ckpt", kind(), **options)
     told = [one for one in said if "counts its batches twice" in one]
     assert [f"twice: {named}. If" in one for one in told] == [True] * bool(named), said
+
+
+def test_so_is_what_a_data_module_counts(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "limit_val_batches": 1}
+    saver = ModelCheckpoint(tmp_path, filename="best", monitor="loss", mode="max")
+    trainer = quiet_trainer(
+        StatefulDataCallback(), saver, max_steps=2, max_epochs=None, enable_checkpointing=True, **options
+    )
+    trainer.fit(Logs(), CountsInData())
+    said = said_on_resume(Logs(), tmp_path / "best.ckpt", data=CountsInData(), **options)
+    assert ["twice: CountsInData.samples. If" in one for one in said if "counts its batches" in one] == [True], said
 
 
 # Lightning looks for a checkpoint in a callback that saves on errors alone.
