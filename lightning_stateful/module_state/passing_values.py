@@ -37,7 +37,7 @@ from lightning_stateful.generators.attributes import (
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
-from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text
+from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text, text_of_large
 
 # Kept with the loop.
 _WATCH = "_passing_values"
@@ -118,7 +118,7 @@ def changed(trainer: pl.Trainer, kind: str) -> Texts:
 
     Args:
         trainer: The trainer.
-        kind: ``"passing"`` for digests of small buffers; ``"remembered"`` for attributes, and ``"settings"`` for
+        kind: ``"passing"`` for digests of buffers; ``"remembered"`` for attributes, and ``"settings"`` for
             settings, numbers as text.
     """
     known: _Watch | None = vars(trainer.fit_loop).get(_WATCH)
@@ -351,8 +351,10 @@ def _buffers(trainer: pl.Trainer) -> Texts:
         held = vars(part)
         for name in sorted(held.get("_non_persistent_buffers_set", ())):
             buffer = held["_buffers"].get(name)
-            if buffer is not None and is_plain_tensor(buffer) and buffer.numel() <= _MOST_NUMBERS:
-                found[f"{prefix}.{name}".lstrip(".")] = digest(buffer.detach().cpu())
+            if buffer is not None and is_plain_tensor(buffer):
+                is_small = buffer.numel() <= _MOST_NUMBERS
+                text = digest(buffer.detach().cpu()) if is_small else text_of_large(buffer)
+                found |= {f"{prefix}.{name}".lstrip("."): text} if text else {}
     return found
 
 
@@ -385,7 +387,7 @@ def texts_of_attributes(trainer: pl.Trainer) -> Texts:
 
 def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
     """Texts of a value, and of what objects of a user's in it hold; of a network, or an optimizer, one digest."""
-    if text := short_text(value):
+    if text := short_text(value) or text_of_large(value):
         return {name: text}
     if id(value) in seen or depth > _DEPTH or isinstance(value, _LEFT_OUT):
         return {}

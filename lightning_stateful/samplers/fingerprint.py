@@ -41,6 +41,8 @@ _READ_BYTES = 2**20
 _LISTED_ITEMS = 64
 # Of a value that is shown: characters, numbers, numbers of a tensor that tell it, and containers within each other.
 _MOST_CHARACTERS, _MOST_NUMBERS, _NUM_READ, _MOST_SHOWN = 40, 2**16, 16, 2
+# Of large arrays: bytes that are read, and sums that are taken.
+_MOST_BYTES, _NUM_SUMS = 2**28, 61
 # Containers and objects within each other of which the values count, and objects that one leads to.
 _DEPTH, _MOST_OBJECTS = 8, 1024
 # Types whose text is their whole value; a datetime is a date too.
@@ -384,6 +386,23 @@ def digest_of_some(tensors: Iterable[torch.Tensor]) -> str:
     # One copy for each device, not one for each tensor.
     parts = [torch.cat([one for one in found if one.device == at]) for at in {one.device: 0 for one in found}]
     return hex_digest(*(as_array(part).tobytes() for part in parts))
+
+
+def text_of_large(value: Any) -> str:
+    """``#`` and a digest of sums over a large array or tensor, which another number anywhere in it changes.
+
+    Empty for any other object, for what lies in a file, and for more than 256 MB.
+    """
+    if isinstance(value, torch.Tensor) and is_plain_tensor(value) and value.nbytes <= _MOST_BYTES:
+        value = as_array(value)
+    is_array = isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES
+    if not is_array or value.dtype.hasobject or is_mapped(value):
+        return ""
+    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    flat = flat.view(np.int64) if flat.size % 8 == 0 else flat
+    # Of every so many numbers, so that it also matters where they stand.
+    whole = flat[: flat.size // _NUM_SUMS * _NUM_SUMS].reshape(-1, _NUM_SUMS).sum(0, dtype=np.int64)
+    return f"#{value.shape} {hex_digest(whole.tobytes(), flat[-_NUM_SUMS:].tobytes())}"
 
 
 def digest_of_tensor(value: torch.Tensor) -> str:
