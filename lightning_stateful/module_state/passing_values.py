@@ -8,9 +8,10 @@ has changed are lost by a resume, unless a hook restores them.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
@@ -52,6 +53,8 @@ _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])))
 # Functions that train; Lightning's own lead to them.
 _TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
+# Those that see a batch before, also of a data module.
+_TRANSFERS = frozenset({"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"})
 # Hooks that a resume calls again ahead of its first batch: of a validation that was due, or of an epoch's end.
 _AGAIN = frozenset(
     {
@@ -214,6 +217,10 @@ def look_once(trainer: pl.Trainer) -> None:
     at_start = begun if known.at_start is None else known.at_start
     now = {name: held for name, held in now.items() if not name.startswith(first)}
     now |= {name: held for name, held in at_start.items() if name.startswith(first)}
+    # So have hooks that move the first batch to a device, perhaps.
+    moved = _names_in_transfers(trainer, {**now, **known.saved["remembered"]})
+    now = {name: held for name, held in now.items() if name not in moved}
+    now |= {name: at_start[name] for name in moved if name in at_start}
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
     if next_step(trainer)[1] == 0:
         others = {name: was for name, was in others.items() if not _is_set_by_epoch(trainer, name)}
@@ -227,12 +234,14 @@ def look_once(trainer: pl.Trainer) -> None:
     of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
     used = [name for name in left if _is_trained_with(trainer, name)]
     stepped = [name for name in left if name not in used and _is_stepped_with(trainer, name)]
+    moved = [name for name in left if name not in used and name in _names_in_transfers(trainer, moved, used=True)]
     steps = [name for name in left if name.endswith(_STEPS) and name not in (*used, *stepped)]
-    logged = [name for name in left if name not in (*used, *stepped, *steps)]
+    logged = [name for name in left if name not in (*used, *stepped, *moved, *steps)]
     all_owners = "module, callbacks, optimizers or data module"
     for names, owners, what in (
         (used, "module", "training_step uses and "),
         (stepped, "optimizers", "step() uses and "),
+        (moved, "module or data module", "hooks of the transfer of batches use and "),
         (steps, all_owners, "set learning rates and "),
         (logged, all_owners, ""),
     ):
@@ -320,6 +329,18 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
             use = uses_of(module, last, **how, read=_TRAINS)
             return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
+
+
+def _names_in_transfers(trainer: pl.Trainer, names: Iterable[str], *, used: bool = False) -> list[str]:
+    """Of names of attributes, those that hooks of the transfer of batches to a device read, or only those they use."""
+    data, found = data_module_of(trainer), []
+    owners = {"": trainer.lightning_module, **({} if data is None else {f"{type(data).__qualname__}.": data})}
+    read = {prefix: attributes_read(owner, _TRANSFERS) for prefix, owner in owners.items()}
+    for name, prefix in ((name, prefix) for name in names for prefix in owners if name.startswith(prefix)):
+        leaf = re.split(r"[.\[]", name[len(prefix) :])[0]
+        if leaf in read[prefix] and (not used or uses_of(owners[prefix], leaf, read=_TRANSFERS).uses):
+            found.append(name)
+    return found
 
 
 def _is_set_by_epoch(trainer: pl.Trainer, name: str) -> bool:

@@ -8,6 +8,7 @@ import threading
 import types
 import warnings
 from collections import UserDict, deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -528,3 +529,62 @@ def test_attributes_that_training_uses_and_a_resume_lacks_are_warned_of(tmp_path
         assert len(said) == bool(path and named)
     assert torch.equal(*weights) == (not named)
     assert all(named in one.partition("others here: ")[2] for one in said)
+
+
+class Ramps(Trains):
+    """Counts batches as they reach the model, and keeps a mean of them."""
+
+    def __init__(self, *, restores: bool = False) -> None:
+        super().__init__()
+        self.count, self.means, self.restores = 0, {"mean": torch.zeros(32)}, restores
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += 1
+        self.means["mean"].mul_(0.9).add_(0.1 * batch.mean(0))
+        return batch * (1 + self.count / 10) - self.means["mean"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ramp"] = (self.count, self.means["mean"].clone())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.restores:
+            self.count, self.means["mean"] = checkpoint["ramp"]
+
+
+class RampsInData(pl.LightningDataModule):
+    count = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.full((32,), number / 10) for number in range(8)], batch_size=2)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += 1
+        return batch * (1 + self.count / 10)
+
+
+@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize(
+    ("make", "data", "named"),
+    [
+        (Ramps, DataLoader([torch.full((32,), number / 10) for number in range(8)], batch_size=2), "count was"),
+        (partial(Ramps, restores=True), DataLoader([torch.ones(32)] * 8, batch_size=2), ""),
+        (BoringModel, RampsInData, "RampsInData.count was"),
+    ],
+)
+def test_so_are_those_that_hooks_of_the_transfer_of_batches_change(
+    tmp_path: Path, make: Any, data: Any, named: str, step: int
+) -> None:
+    weights = []
+    for path in (None, tmp_path / f"step={step}.ckpt"):
+        model = make()
+        torch.nn.init.constant_(model.layer.weight, 0.1)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": not path}
+        trainer = quiet_trainer(*([] if path else [saver]), StatefulDataCallback(seed=0), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, data() if isinstance(data, type) else data, ckpt_path=path)
+        weights.append(model.layer.weight)
+        told = [str(one.message) for one in caught if "that hooks of the transfer of batches use" in str(one)]
+        assert [named in one for one in told] == [True] * bool(path and named), told
+    assert torch.equal(*weights) is not bool(named)
