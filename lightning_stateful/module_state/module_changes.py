@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from lightning_stateful.module_state import (
     passing_values,
 )
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
+from lightning_stateful.samplers.fingerprint import digest_of_some
 
 _EPOCH_START = "on_train_epoch_start"
 # Numbers in a buffer up to which it is copied.
@@ -43,6 +45,8 @@ _MOST_NUMBERS = 2**16
 _MOST_NAMED = 3
 # Kept with the loop, once changed buffers have been named.
 _NAMED, _OUTSIDE, _SAVES_WITHIN = "_named_buffers", "_outside_optimizers", "_saves_within_steps"
+# Some numbers of all weights as training has ended; and the loop's method that calls the hooks of that.
+_TRAINED, _RUN_END = "_trained_weights", "on_run_end"
 # Of those that no optimizer trains, how many are looked at: whoever averages weights does so with all of them.
 _MOST_OUTSIDE = 4
 # Hooks behind the end of training.
@@ -81,10 +85,11 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
         saved: The state of :func:`changes`, if the run is resumed.
     """
     # A fit that failed was not torn down.
-    for name in (_NAMED, _OUTSIDE):
+    for name in (_NAMED, _OUTSIDE, _TRAINED):
         vars(trainer.fit_loop).pop(name, None)
     # It saves wherever an error comes, within a step too.
     vars(trainer.fit_loop)[_SAVES_WITHIN] = any(isinstance(one, OnExceptionCheckpoint) for one in callbacks_of(trainer))
+    vars(trainer.fit_loop)[_RUN_END] = partial(_end_run, trainer)
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
@@ -105,7 +110,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     passing_values.end_watching(trainer)
     counted_batches.end_watching(trainer)
     later_hooks.end_watching(trainer)
-    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE, _SAVES_WITHIN):
+    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE, _SAVES_WITHIN, _RUN_END):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
@@ -195,10 +200,13 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["pruned"] = masks
     if replaced := _replaced_weights(trainer):
         found["replaced"] = replaced
+        when, before, other = "within a validation", "before it", "written outside of validations"
+        if not trainer.validating:
+            when, before, other = "behind training", "as it ended", "of training itself, as ModelCheckpoint writes it"
         rank_zero_warn(
-            f"A checkpoint is being written within a validation, and weights of the module ({_some(replaced)}) are "
-            "others than before it: a hook has put averages in their place, say. It is good for evaluation; a resume "
-            "from it goes on with these weights. To resume, keep a checkpoint that is written outside of validations.",
+            f"A checkpoint is being written {when}, and weights of the module ({_some(replaced)}) are others than "
+            f"{before}: a hook has put averages in their place, say. It is good for evaluation; a resume from it goes "
+            f"on with these weights. To resume, keep a checkpoint that is {other}.",
             category=StatefulWarning,
         )
     if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
@@ -236,15 +244,34 @@ def _sums_of_weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
         return {name: part.sum(dtype=torch.float64) for name, part in parts.items() if part.is_floating_point()}
 
 
+def _end_run(trainer: pl.Trainer) -> None:
+    """Training has ended: note some numbers of all weights, ahead of the hooks ``on_train_end``."""
+    kept = vars(trainer.fit_loop)
+    kept.pop(_RUN_END, None)
+    kept[_TRAINED] = next_step(trainer), _some_of_weights(trainer)
+    trainer.fit_loop.on_run_end()
+
+
+def _some_of_weights(trainer: pl.Trainer) -> dict[str, str]:
+    # Not their sums: they may have been moved to another device by the time of a save.
+    return {name: digest_of_some([one]) for name, one in trainer.lightning_module.named_parameters()}
+
+
 def _replaced_weights(trainer: pl.Trainer) -> list[str]:
-    """The first weights that are others than before a validation within training, while it goes on."""
-    at, before = vars(trainer.fit_loop).get("_weights", (None, {}))
-    if not trainer.validating or trainer.sanity_checking or at != next_step(trainer) or _holds_averages(trainer):
+    """The first weights that are others than before a validation within training, while it goes on, or at its end."""
+    is_over = _TRAINED in vars(trainer.fit_loop)
+    at, before = vars(trainer.fit_loop).get(_TRAINED if is_over else "_weights", (None, {}))
+    is_looked_at = is_over or (trainer.validating and not trainer.sanity_checking)
+    if not is_looked_at or at != next_step(trainer) or _holds_averages(trainer):
         return []
-    now = _sums_of_weights(trainer)
+    now = _some_of_weights(trainer) if is_over else _sums_of_weights(trainer)
     # Where training has diverged, both are not a number.
-    others = [name for name, one in before.items() if name in now and repr(one.item()) != repr(now[name].item())]
+    others = [name for name, one in before.items() if name in now and _shown(one) != _shown(now[name])]
     return others[:_MOST_NAMED]
+
+
+def _shown(noted: str | torch.Tensor) -> str:
+    return noted if isinstance(noted, str) else repr(noted.item())
 
 
 def _some(names: list[str]) -> str:
@@ -264,9 +291,9 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
     optimizer_steps.restore_gradients(trainer, saved.get("gradients", ()))
     if replaced := saved.get("replaced"):
         rank_zero_warn(
-            f"The checkpoint was written within a validation in which weights of the module ({_some(list(replaced))}) "
-            "were others than before it, such as averages. Training goes on with these, so the resume is not exact. "
-            "Resume from a checkpoint that was written outside of validations.",
+            f"The checkpoint was written within a validation, or behind training, when weights of the module "
+            f"({_some(list(replaced))}) were others than training had left them, such as averages. Training goes on "
+            "with these, so the resume is not exact. Resume from a checkpoint that was written outside of that.",
             category=StatefulWarning,
         )
     if any(isinstance(one, BaseFinetuning) for one in callbacks):

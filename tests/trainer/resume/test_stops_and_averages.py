@@ -145,6 +145,29 @@ def test_weights_that_a_hook_has_replaced_for_a_validation_are_named_at_the_save
         assert "Training goes on with these, so the resume is not exact" in words[1]
 
 
+class KeepsAverages(OwnAverages):
+    """Leaves them in place of the weights when training has ended."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.load_state_dict(self.averages)
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(KeepsAverages, True), (OwnAverages, False)])
+def test_so_are_those_that_a_hook_has_replaced_behind_training(
+    tmp_path: Path, kind: type[OwnAverages], is_told: bool
+) -> None:
+    path = tmp_path / "after.ckpt"
+    run = training(LedgerModel, lambda: [kind()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", StatefulWarning)
+        ended(path, run=run, max_epochs=1)
+        run(ckpt_path=path)
+    words = [str(one.message) for one in said if issubclass(one.category, StatefulWarning)]
+    expected = ["behind training, and weights of the module (net.0.weight", "Training goes on with these"]
+    assert [text in word for text, word in zip(expected, words, strict=False)] == [True] * 2 * is_told, words
+    assert len(words) == 2 * is_told
+
+
 def save_in_training(path: Path, trainer: pl.Trainer, *args: Any) -> None:
     if not trainer.sanity_checking:
         trainer.save_checkpoint(path)
