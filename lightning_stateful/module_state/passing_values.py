@@ -335,6 +335,11 @@ def _names_in_transfers(trainer: pl.Trainer, names: Iterable[str], *, used: bool
     """Of names of attributes, those that hooks of the transfer of batches to a device read, or only those they use."""
     data, found = data_module_of(trainer), []
     owners = {"": trainer.lightning_module, **({} if data is None else {f"{type(data).__qualname__}.": data})}
+    kinds = {
+        prefix: [one for one in type(owner).__mro__ if is_users(one.__module__)] for prefix, owner in owners.items()
+    }
+    own = {prefix for prefix, of in kinds.items() if any(not _TRANSFERS.isdisjoint(vars(kind)) for kind in of)}
+    owners = {prefix: owner for prefix, owner in owners.items() if prefix in own}
     read = {prefix: attributes_read(owner, _TRANSFERS) for prefix, owner in owners.items()}
     for name, prefix in ((name, prefix) for name in names for prefix in owners if name.startswith(prefix)):
         leaf = re.split(r"[.\[]", name[len(prefix) :])[0]
