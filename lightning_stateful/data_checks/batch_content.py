@@ -16,7 +16,7 @@ from lightning_stateful.contents.read_watch import moved_for_good
 from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
-from lightning_stateful.data_checks.odd_datasets import find_trained, warn_if_it_follows_workers
+from lightning_stateful.data_checks.odd_datasets import find_trained, say_collectives, warn_if_it_follows_workers
 from lightning_stateful.data_checks.settings_of_rank import SettingsOfRank
 from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -120,11 +120,11 @@ class BatchContent:
             return
         plan, step = whole_plan(plan, step)
         loader = self._loaders[path]
-        kept = plain_indices(loader.indices) if _has_sampler(loader) else []
+        kept, reader = plain_indices(loader.indices) if _has_sampler(loader) else [], loader.reader
         if kept is None:
             self.latest.pop(path, None)
             return
-        chosen = {"chosen": [loader.number, *kept]} if kept else {}
+        chosen = {"chosen": [reader.number if reader else 0, *kept]} if kept else {}
         topology = loader.topology
         try:
             content = digest_of_batch(batch)
@@ -143,6 +143,7 @@ class BatchContent:
             "settings": self._changed_settings(path),
             **({"held": held} if held else {}),
             **({"workers": loader.num_workers} if loader.num_workers else {}),
+            **({"collectives": True} if reader and reader.calls_collectives else {}),
             **content,
         }
 
@@ -368,6 +369,10 @@ class BatchContent:
         loader, name = self._loaders[path], _name_of(saved)
         with epoch_set_to(trainer, saved["batch"][0]):
             if not self._is_read_alike(path, saved):
+                return None
+            if saved.get("collectives"):
+                if not is_first:
+                    say_collectives(name)
                 return None
             if moved := moved_for_good(loader.dataset):
                 if not is_first:

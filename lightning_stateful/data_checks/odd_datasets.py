@@ -10,7 +10,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_stateful.core import UNKNOWN
@@ -58,6 +58,13 @@ def warn_if_it_follows_workers(loader: StatefulLoader, make_plan: Callable[[], A
             "Pass as many workers, or derive samples from the index and the epoch.",
             category=StatefulWarning,
         )
+
+
+def say_collectives(name: str) -> None:
+    """Say that a batch is not read again on the first process alone: the others would have to meet there."""
+    rank_zero_info(
+        f"{name} was not compared with the checkpoint: reading it calls collectives, for which all ranks have to meet."
+    )
 
 
 def warn_of_shared_datasets(combined: CombinedLoaders) -> None:

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_stateful.contents.dataset_content import PATH, digest_of_batch, is_same_batch, show_batch
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.contents.read_watch import moved_for_good
-from lightning_stateful.data_checks.odd_datasets import find_trained
+from lightning_stateful.data_checks.odd_datasets import find_trained, say_collectives
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
 from lightning_stateful.loaders.combined_loaders import streams_in
 from lightning_stateful.loaders.patching import AnyLoader
@@ -62,6 +62,7 @@ class StreamContent:
         built, values = order.values_as_begun
         self._changed[path] |= changed_names(built, values)
         note = {"pass": begun, **_slots_of(order), "held": {}, **content}
+        note |= {"collectives": True} if order.calls_collectives else {}
         self._notes[path] = [*self._notes.get(path, ())[:1], note]
         # What is unchanged since a checkpoint was written is as built.
         self._values[path] = [*self._values.get(path, [built] * (len(self._notes[path]) - 1))[:1], values]
@@ -100,6 +101,9 @@ class StreamContent:
         if not trainer.is_global_zero:
             return False
         of, name = self._noted(path, notes)
+        if of and of.get("collectives"):
+            say_collectives(name)
+            return False
         read = of and _read(trainer, self._orders[path], of["pass"])
         if of is None or read is None:
             return True

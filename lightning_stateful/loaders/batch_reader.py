@@ -37,6 +37,7 @@ from lightning_stateful.loaders.planned_batches import (
     stand_for,
     users_sampler,
 )
+from lightning_stateful.sampler_copies.sampler_ranks import collectives_begun
 from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 
@@ -91,6 +92,8 @@ class BatchReader:
 
     Attributes:
         indices: The indices of the batch that was read for the one that was given last, where they are kept; else None.
+        number: The number of that batch, by which it is seeded.
+        calls_collectives: Whether reading a batch in this process has begun a collective, as in ``collate_fn``.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class BatchReader:
         self._dataset = dataset
         self._batches = batches = PlannedBatches(seed, is_batched=is_batched, passes=passes, watch=watch)
         # Of the batch that was given last.
-        self.number, self.indices = 0, None
+        self.number, self.indices, self.calls_collectives = 0, None, False
         self._generator = torch.Generator()
         self._isolate = IsolatedReads()
         self._collate_watch = CollateWatch(options["collate_fn"]) if watches_collate and is_batched else None
@@ -268,7 +271,7 @@ class BatchReader:
         batches.begin(plan, rank, 0 if left_out else first_step, steps_before)
         self._held.begin()
         if is_own or loader.num_workers or loader.pin_memory:
-            fetch = self._fetch_by_torch(plan, rank, first_step, left_out, isolated)
+            fetch = self._noting_collectives(self._fetch_by_torch(plan, rank, first_step, left_out, isolated))
         else:
             collate, watch = loader.collate_fn, self._collate_watch
             if watch is not None and not watch.is_over:
@@ -423,6 +426,16 @@ class BatchReader:
         is_seeded, held, reads = self._batches.seed is not None, self._held, self._reads
         run = self._isolate if isolated else read_seeded
 
+        def read_and_collate(seed: int | None, one: Callable[[], Any]) -> Any:
+            if seed is None:
+                return collate(one())
+            if held.is_idle:
+                return run(seed, lambda: collate(one()))
+            return held.isolated(seed, partial(run, seed, lambda: collate(one())))
+
+        # Not of the sampler, which is not asked where a batch is read again.
+        read_and_collate = self._noting_collectives(read_and_collate)
+
         def fetch() -> Any:
             index = next(batches)
             seed, index = index if is_seeded else (None, index)
@@ -430,17 +443,27 @@ class BatchReader:
                 one: Callable[[], Any] = partial(read, index)
                 if reads is not None and not reads.is_over:
                     one = partial(reads, one)
-                if seed is None:
-                    return collate(one())
-                if held.is_idle:
-                    return run(seed, lambda: collate(one()))
-                return held.isolated(seed, partial(run, seed, lambda: collate(one())))
+                return read_and_collate(seed, one)
             except StopIteration:
                 raise
             except Exception as error:
                 return FailedBatch(error)
 
         return fetch
+
+    def _noting_collectives(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that reads, and notes whether that begins a collective; the same one without process groups."""
+        if not collectives_begun():
+            return read
+
+        def noting(*args: Any) -> Any:
+            before = collectives_begun()
+            try:
+                return read(*args)
+            finally:
+                self.calls_collectives = self.calls_collectives or collectives_begun() != before
+
+        return noting
 
 
 def _next_or(fetch: Callable[[], Any], end: object) -> Any:

@@ -376,9 +376,9 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return None if self._reader is None else self._reader.indices
 
     @property
-    def number(self) -> int:
-        """The number of that batch, by which it is seeded."""
-        return 0 if self._reader is None else self._reader.number
+    def reader(self) -> BatchReader | None:
+        """What reads its batches; None before the first one."""
+        return self._reader
 
     def read_twice(self, plan: EpochPlan | ChosenBatch, *how: Any) -> list[Any] | None:
         """Read twice the first batch of a plan, and move nothing: see :meth:`~.batch_reader.BatchReader.read_twice`."""

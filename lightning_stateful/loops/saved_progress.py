@@ -36,6 +36,7 @@ _CONTENT = {
     "held?": str,
     "workers?": COUNT,
     "chosen?": (COUNT, object, bool),
+    "collectives?": bool,
     "digest": object,
     "means": [object],
 }
@@ -46,6 +47,7 @@ _FIRST_BATCH = {
     "held": {str: str},
     "digest": object,
     "means": [object],
+    "collectives?": bool,
 }
 _SETTINGS = {str: {str: (str, str, str)}}
 _OPTIONS = ("fx", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "sync", "rank_zero_only")

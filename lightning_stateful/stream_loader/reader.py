@@ -340,12 +340,12 @@ class StreamReader(ABC):
 
     @abstractmethod
     def expect_set(self, details: Mapping[str, Any], *, is_within: bool) -> None:
-        """Compare with what was set on the data of a rank in the run that wrote a checkpoint.
+        """Compare with what :meth:`set_on_rank` gave in the run that wrote a checkpoint; perhaps within a pass."""
 
-        Args:
-            details: Of that rank; see :meth:`set_on_rank`.
-            is_within: Whether a pass goes on.
-        """
+    @property
+    def calls_collectives(self) -> bool:
+        """Whether reading a batch of the latest pass has begun a collective."""
+        return self._run is not None and self._run.calls_collectives
 
     @property
     def is_unread(self) -> bool:

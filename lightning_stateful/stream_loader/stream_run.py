@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, Remark, StatefulWarning, StreamError
+from lightning_stateful.sampler_copies.sampler_ranks import collectives_begun
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader
@@ -44,6 +45,7 @@ class StreamRun:
         given: The part that sources have in the latest of them.
         is_closed: Whether it reads no more.
         is_iterated: Whether somebody iterates over it.
+        calls_collectives: Whether reading a batch in this process has begun a collective.
         is_over: Whether :meth:`has_next` has found that there is no further batch on all ranks.
     """
 
@@ -51,6 +53,7 @@ class StreamRun:
     given: Given = NOTHING
     is_closed: bool
     is_iterated = False
+    calls_collectives = False
     is_over: bool
     num_served: int
     states: SlotStates
@@ -240,7 +243,7 @@ class StreamRun:
 
     def _read(self) -> _Read | None:
         """The next batch of this rank; None at its end."""
-        deliveries = self._deliveries
+        deliveries, begun = self._deliveries, collectives_begun()
         try:
             while deliveries is not None and (delivery := next(deliveries, None)) is not None:
                 self._note(delivery)
@@ -255,6 +258,8 @@ class StreamRun:
                 raise explained from explained.__cause__
             finally:
                 del explained
+        finally:
+            self.calls_collectives = self.calls_collectives or collectives_begun() != begun
         self._deliveries = None
         return None
 

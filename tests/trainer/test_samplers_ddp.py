@@ -536,6 +536,42 @@ def test_where_it_gathers_what_training_changes_a_resume_says_so(ranks: Ranks) -
             assert error or rank or "Gathers had been changed in training" in said_again[0]
 
 
+def longest(samples: list[int]) -> torch.Tensor:
+    """Pads to the longest batch of all ranks."""
+    length = torch.tensor(len(samples))
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(length, torch.distributed.ReduceOp.MAX)
+    return torch.tensor(samples + [-1] * (int(length) - len(samples)))
+
+
+class SharesSeed(IterableDataset[int]):
+    """Shuffles by a seed of rank 0, and takes its share."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        shared = torch.tensor(epoch)
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast(shared, 0)
+        self.epoch = int(shared)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.epoch).sample(range(NUM_SAMPLES), NUM_SAMPLES)[own_rank() :: num_ranks()])
+
+
+ENTRIES |= {
+    "collate_fn": Entry(lambda _: DataLoader(range(NUM_SAMPLES), 4, shuffle=True, collate_fn=longest), "multiset"),
+    "iterable": Entry(lambda _: DataLoader(SharesSeed(), 4), "same"),
+}
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "iterable"])
+def test_no_rank_reads_a_batch_again_by_itself_where_reading_calls_collectives(ranks: Ranks, name: str) -> None:
+    for batches_of_rank, _, again in ranks.of(stopped_everywhere, name):
+        assert batches_of_rank
+        assert [(is_exact, error) for is_exact, _, error in again] == [(True, "")] * 3
+
+
 def asked_by_rank_0(folder: Path) -> list[Any]:
     """What is left of an epoch of a plain loop in which rank 0 alone looks at the state, and that of a resume."""
 
