@@ -37,7 +37,7 @@ from lightning_stateful.loaders.planned_batches import (
     stand_for,
     users_sampler,
 )
-from lightning_stateful.sampler_copies.sampler_ranks import collectives_begun
+from lightning_stateful.samplers.rank_exchange import collectives_begun
 from lightning_stateful.user_loaders import SharedAttributes, is_torchdatas, iterates_as_torch, loader_within
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -147,17 +147,6 @@ class AskedRanks:
             return self._answers[name] if name in self._answers else function(*args, **kwargs)
 
         return answer
-
-
-def collectives_begun() -> list[int]:
-    """How many collectives this process has begun in each group of torch.distributed."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    groups: Any = torch.distributed.distributed_c10d._world.pg_map
-    # Some backends do not count them.
-    with suppress(RuntimeError):
-        return [group._get_sequence_number_for_group() for group in groups]
-    return []
 
 
 def yields_as_one(of_ranks: Sequence[Sequence[Any]], of_one: Sequence[Any], *, in_turn: bool = False) -> bool:

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed
@@ -158,3 +158,14 @@ def _begin_block() -> None:
 
 def _failure_key() -> str:
     return f"lightning_stateful/{_BLOCKS[0]}/failed"
+
+
+def collectives_begun() -> list[int]:
+    """How many collectives this process has begun in each group of torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    # Some backends do not count them.
+    with suppress(RuntimeError):
+        return [group._get_sequence_number_for_group() for group in groups]
+    return []

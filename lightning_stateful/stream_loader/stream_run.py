@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_stateful.core.steps import Topology
 from lightning_stateful.errors import PositionError, Remark, StatefulWarning, StreamError
-from lightning_stateful.sampler_copies.sampler_ranks import collectives_begun
+from lightning_stateful.samplers.rank_exchange import collectives_begun
 from lightning_stateful.stream_loader.rank_store import StateText, complete, decode
 from lightning_stateful.stream_loader.rank_sync import RankSync, Record
 from lightning_stateful.stream_loader.worker_slots import Delivery, OpaqueState, SlotLoader

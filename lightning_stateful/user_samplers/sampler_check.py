@@ -20,7 +20,7 @@ from lightning_stateful.sampler_copies.sampler_copy import (
     surroundings_of,
 )
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
-from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, collectives_begun, tell
+from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, tell
 from lightning_stateful.sampler_copies.shared_objects import (
     SharedObjects,
     changed_names,
@@ -29,6 +29,7 @@ from lightning_stateful.sampler_copies.shared_objects import (
 )
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import as_written, digest, types_not_compared
+from lightning_stateful.samplers.rank_exchange import collectives_begun
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_trial import (
