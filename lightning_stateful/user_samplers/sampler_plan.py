@@ -147,6 +147,8 @@ class SamplerEpochPlan:
             # Dropped where torch would drop the sampler's iterator, though a plan is kept for longer.
             steps.close()
             walk.leave()
+            # Behind its last item it may have gone on to another epoch by itself.
+            vars(order)["_is_iterated"] = True
 
     def progress_after(self, steps: int) -> Progress:
         """The progress after ``steps`` steps, with what the latest pass has noted by then."""

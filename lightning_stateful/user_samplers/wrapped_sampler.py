@@ -70,8 +70,7 @@ class WrappedSampler:
     runs under randomness that is seeded from (seed, epoch) when a pass begins, generators that it holds included, and
     is told the epoch where it has ``set_epoch``. A copy of it is tried before training, to find out what a resume has
     to do, and whether all ranks have one and the same sequence of items (samples or whole batches). That is dealt out;
-    samplers that deal out by themselves are left to it, each rank its own, unless they provably yield together what
-    they yield when they are told of one rank.
+    samplers that deal out by themselves are left to it, unless they provably yield together what one rank would.
 
     Attributes:
         sampler: Any iterable over an epoch of indices, or of batches of them.
@@ -428,7 +427,8 @@ class WrappedSampler:
             if self.facts.remembers_told or self.facts.hands_epoch_on:
                 # It is told when the epoch begins.
                 return length_when_told(self, told_epoch, cycle)
-            if vars(self).get("_asked_for", (0, 0))[0] != told_epoch and not self.facts.changes_in_len:
+            is_iterated, of = vars(self).pop("_is_iterated", False), vars(self).get("_asked_for", (0, 0))[0]
+            if (is_iterated or of != told_epoch) and not self.facts.changes_in_len:
                 self._tell(told_epoch)
         vars(self)["_asked_for"] = told_epoch, 0 if self.repeats_first_epoch else cycle
         return self.num_items

@@ -402,3 +402,37 @@ def test_a_state_that_begins_to_count_anew_is_not_taken_for_a_longer_epoch(num_r
     resumed = make()
     resumed.load_state_dict(loader.state_dict())
     assert before + [batch.tolist() for batch in resumed] == whole[1]
+
+
+class PlansAhead(Sampler[list[int]]):
+    """Plans batches of one length in all for the epoch that it is told, and behind its last one for the next."""
+
+    def __init__(self) -> None:
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.planned = epoch, list[list[int]]()
+        left = random.Random(42 + epoch).sample(range(40), 40)
+        while left:
+            size = 3 + (left[0] * 7 + epoch) % 5
+            self.planned, left = [*self.planned, left[:size]], left[size:]
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.planned
+        self.set_epoch(self.epoch + 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_that_plans_the_next_epoch_behind_its_last_batch_is_asked_for_its_length_when_told_the_epoch() -> None:
+    def make() -> Any:
+        return DataLoader(range(40), batch_sampler=PlansAhead())  # type: ignore[arg-type]  # a range is a dataset
+
+    def epochs(loader: Any) -> list[Any]:
+        return [[batch.tolist() for batch in loader] for _ in range(4)]
+
+    expected = epochs(make())
+    assert len({len(batches) for batches in expected}) > 1
+    assert epochs(patch_dataloader(make(), seed=0)) == expected
