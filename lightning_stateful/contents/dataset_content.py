@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, can_be_read, package_of
-from lightning_stateful.samplers.fingerprint import as_array, hex_digest, is_mapped, spread
+from lightning_stateful.samplers.fingerprint import are_paths, as_array, hex_digest, is_mapped, spread
 
 # The name of the content in a configuration.
 PATH = "dataset.content"
@@ -117,7 +117,8 @@ def _content(
     is_data = isinstance(dataset, (list, tuple, array, np.ndarray, torch.Tensor))
     held = {"items": dataset} if is_data else attributes_of(dataset)
     of_subset = isinstance(dataset, Subset) and is_described
-    described = ("indices", "files") if of_subset else ("files",) if is_described else ()
+    described = ["files"] if is_described and are_paths(held.get("files")) else []
+    described += ["indices"] if of_subset else []
     found: dict[str, str] = {}
     for name, value in held.items():
         for column, items in _columns(name, value, length):

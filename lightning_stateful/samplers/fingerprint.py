@@ -72,7 +72,7 @@ def describe_dataset(dataset: Any) -> dict[str, Any]:
     if isinstance(fingerprint, str):
         described["fingerprint"] = fingerprint
     files = getattr(dataset, "files", None)
-    if isinstance(files, (list, tuple)) and files and all(isinstance(file, (str, Path)) for file in files):
+    if are_paths(files):
         described["files"] = _digest_of_files(files)
     if isinstance(dataset, Subset):
         described["indices"] = _digest_of_indices(dataset)
@@ -143,6 +143,11 @@ def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
         rows = [(name, table[name].to_pylist()) for name in plain if table[name].nbytes <= _READ_BYTES]
         described["rows"] = hex_digest(repr(rows).encode())
     return described
+
+
+def are_paths(files: Any) -> bool:
+    """Whether it is a list of paths, of which names and sizes are described."""
+    return isinstance(files, (list, tuple)) and bool(files) and all(isinstance(file, (str, Path)) for file in files)
 
 
 def _digest_of_files(files: Sequence[str | Path]) -> str:

@@ -50,6 +50,8 @@ PERMUTED = [NAMES[number] for number in (3, 0, 5, 1, 4, 2)]
         (Shows(paths=NAMES), Shows(paths=PERMUTED)),
         (Shows(paths=[*map(Path, NAMES)]), Shows(paths=[*map(Path, PERMUTED)])),
         (Shows(samples=[(name, 0) for name in NAMES]), Shows(samples=[(name, 0) for name in PERMUTED])),
+        (Shows(files=[(name, 0) for name in NAMES]), Shows(files=[(name, 0) for name in PERMUTED])),
+        (Shows(files=[*range(6)]), Shows(files=[*range(6)][::-1])),
         (Shows(targets=[0, 0, 1, 1, 0, 1]), Shows(targets=[0, 1, 0, 1, 0, 1])),
         (Shows(rows=[{"text": name} for name in NAMES]), Shows(rows=[{"text": name} for name in PERMUTED])),
         (Shows(data={"x": np.arange(6.0)}), Shows(data={"x": np.arange(6.0)[::-1]})),
