@@ -17,6 +17,7 @@ from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.data_checks.odd_datasets import find_trained, say_collectives, warn_if_it_follows_workers
+from lightning_stateful.data_checks.repeated_changes import HeldLists, warn_of_same_change, warn_of_shuffled_lists
 from lightning_stateful.data_checks.settings_of_rank import SettingsOfRank
 from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -80,6 +81,7 @@ class BatchContent:
         self._is_over = self._begins_epoch = False
         self._changed_first: dict[str, set[str]] | None = None
         self._changed_late: dict[str, set[str]] = {}
+        self._lists: dict[str, HeldLists] = {}
         # By path: the first other value of what a sampler yields than as it was built.
         self._first_changes: dict[str, dict[str, Any]] = {}
         # By path: the states of loaders that a checkpoint has.
@@ -222,6 +224,7 @@ class BatchContent:
         changed = {path: loader.changed() for path, loader in self._loaders.items()}
         if self._changed_first is None:
             self._changed_first = {path: set(now) for path, now in changed.items()}
+            self._lists = {path: HeldLists(loader.dataset, loader.order) for path, loader in self._loaders.items()}
             self.settings.note_restored()
         else:
             self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
@@ -243,26 +246,15 @@ class BatchContent:
         left = warn_unless_restored(loader.order, loader.dataset, loader.tracker.config, of, restored)
         self.settings.note_told(path, left)
 
-    def _warn_of_same_change(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Warn of a sampler that hooks of the first epoch here have changed to what it was in an earlier one."""
-        others = {*(self._changed_first or {}).get(path, saved), *self._changed_late.get(path, ())}
-        names = [name for name in saved if name in now and name not in others and not name.startswith(PATH)]
-        order: Any = self._loaders[path].order
-        if getattr(order, "has_set_epoch", False):
-            # The epoch that it was told decides.
-            names = [name for name in names if not name.endswith("sampler.length")]
-        kind, first = type(getattr(order, "sampler", None)).__qualname__, self._first_changes
-        # One that goes by the epoch would hardly be what it was before.
-        earlier = {name: [saved[name], first.get(path, {}).get(name)] for name in names if now[name] != "changed"}
-        if names := [name for name, values in earlier.items() if now[name] in values]:
-            shown = ", ".join(f"{name} {now[name]}" for name in names)
-            rank_zero_warn(
-                f"{kind} was as built when training began here, and a hook has then changed it to what it was in an "
-                f"earlier epoch, before the checkpoint ({shown}). If the change builds on the one before it, as "
-                "sampler.weights *= 0.9, the resume is not exact: save the value, and restore it before the first "
-                "batch, in load_state_dict or on_train_start. Ignore this if the hook sets the same value each time.",
-                category=StatefulWarning,
-            )
+    def _warn_of_changes_again(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Warn of what hooks of the first epoch here have changed anew, where nobody had restored it."""
+        order, before = self._loaders[path].order, (self._changed_first or {}).get(path, set(saved))
+        others = {*before, *self._changed_late.get(path, ())}
+        again = {name: now[name] for name in saved if name in now and name not in others}
+        if isinstance(order, WrappedSampler):
+            warn_of_same_change(order, [saved, self._first_changes.get(path, {})], again)
+        if path in self._lists and not before.intersection(saved):
+            warn_of_shuffled_lists(self._lists[path].shuffled() if saved else [])
 
     def compare(
         self,
@@ -301,7 +293,7 @@ class BatchContent:
                 tells = is_of_epoch and not _has_sampler(loader) and self._is_read_alike(path, saved[path])
                 self._warn_of_left(path, states[path], now, tells)
                 if epoch < 0:
-                    self._warn_of_same_change(path, states[path].get("changed", {}), now)
+                    self._warn_of_changes_again(path, states[path].get("changed", {}), now)
                 # Of data that change from epoch to epoch, a batch of an earlier epoch tells nothing.
                 is_changing = any(name.startswith(_OF_SAMPLES) for name in (*states[path].get("changed", {}), *now))
                 # A hook may have set the data for another epoch.

@@ -22,7 +22,7 @@ from numbers import Number
 from os import PathLike, fspath
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import UUID
 
 import numpy as np
@@ -145,7 +145,7 @@ def _describe_rows(dataset: Any, library: Any) -> dict[str, str]:
     return described
 
 
-def are_paths(files: Any) -> bool:
+def are_paths(files: Any) -> TypeGuard[Sequence[str | Path]]:
     """Whether it is a list of paths, of which names and sizes are described."""
     return isinstance(files, (list, tuple)) and bool(files) and all(isinstance(file, (str, Path)) for file in files)
 

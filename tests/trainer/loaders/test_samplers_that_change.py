@@ -543,6 +543,52 @@ def test_a_change_that_builds_on_the_one_before_is_warned_of(tmp_path: Path, epo
     assert any("was changed between two epochs by something else" in text for text in whole.said)
 
 
+class InOrder(Sampler[int]):
+    """Yields a list that it holds."""
+
+    def __init__(self) -> None:
+        self.order = list(range(LENGTH))
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self.order))
+
+
+class Shuffles(pl.Callback):
+    """Shuffles it in place before each epoch, and perhaps restores it; and saves at the end of one."""
+
+    def __init__(self, sampler: InOrder, path: Path, epoch: int, *, restores: bool) -> None:
+        self.sampler, self.path, self.epoch, self.restores = sampler, path, epoch, restores
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        random.Random(trainer.current_epoch).shuffle(self.sampler.order)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == self.epoch and trainer.ckpt_path is None:
+            trainer.save_checkpoint(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.sampler.order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.restores:
+            self.sampler.order[:] = state["order"]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_so_is_a_list_that_a_hook_shuffles_in_place(tmp_path: Path, epoch: int, restores: bool) -> None:
+    shuffles = partial(Shuffles, path=tmp_path / "end.ckpt", epoch=epoch, restores=restores)
+    entry = Entry(WithCallback(InOrder, shuffles), "equal")
+    whole = train(entry)
+    again = train(entry, ckpt_path=tmp_path / "end.ckpt")
+    assert (again.trained == whole.trained[6 * (epoch + 1) :]) is restores
+    found = any("InOrder.order was as built when training began here" in text for text in again.said)
+    assert found is not restores
+
+
 @pytest.mark.parametrize("after", [None, 6, 12])
 def test_one_that_adds_up_what_it_is_told_is_told_each_epoch_once(tmp_path: Path, after: int | None) -> None:
     entry = Entry(of(ShufflesWhenTold), "equal")
