@@ -253,7 +253,7 @@ class BatchContent:
         again = {name: now[name] for name in saved if name in now and name not in others}
         if isinstance(order, WrappedSampler):
             warn_of_same_change(order, [saved, self._first_changes.get(path, {})], again)
-        if path in self._lists and not before.intersection(saved):
+        if path in self._lists and not others.intersection(saved):
             warn_of_shuffled_lists(self._lists[path].shuffled() if saved else [])
 
     def compare(
