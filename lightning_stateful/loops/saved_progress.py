@@ -81,6 +81,7 @@ _PARTS = {
     "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "gradients": [str],
+    "last_gradients": {str: object},
     "counted": {str: str},
     "missed": [str],
     "later": [str],
