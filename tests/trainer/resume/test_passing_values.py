@@ -496,10 +496,37 @@ class ByClosure(Trains):
         return float(self.factor())
 
 
+class ByFunction(Trains):
+    """Trains with another function of torch from its second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how: Any = torch.nn.functional.relu
+
+    def on_train_epoch_start(self) -> None:
+        self.how = torch.nn.functional.selu if self.current_epoch else self.how
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return float(self.how(batch.mean()))
+
+
+class ByFunctionBuilt(Trains):
+    """Builds a function where it is needed first."""
+
+    how: Any = None
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        if self.how is None:
+            self.how = torch.relu
+        return float(self.how(batch.mean()))
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Trains, ""),
+        (ByFunction, "how was function torch.nn.functional.selu and is function torch.nn.functional.relu"),
+        (ByFunctionBuilt, ""),
         (ByHyperparameter, "hparams"),
         (ByClosure, "factor.calls was 6 and is 0"),
         (ByFirst, "given was"),

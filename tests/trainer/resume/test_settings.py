@@ -72,9 +72,14 @@ SET: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: AtEpochEnd(*SMOOTH), r"smooth\.beta was 0\.5 and is 1\.0"),
     "windows": (lambda: AtEpochEnd("trainer", "accumulate_grad_batches", 2), r"accumulate_grad_batches was 2 and is 1"),
     "clipping": (lambda: AtEpochEnd("trainer", "gradient_clip_val", 0.1), r"gradient_clip_val was 0\.1 and is None"),
+    "another loss": (
+        lambda: AtEpochEnd("", "smooth", torch.nn.L1Loss()),
+        r"smooth\.__class__ was L1Loss and is SmoothL1Loss",
+    ),
     "dropout, set again": (lambda: AtStartToo(*P), ""),
     "windows, set again": (lambda: AtStartToo("trainer", "accumulate_grad_batches", 2), ""),
     "dropout, by step": (lambda: AtEachBatch(*P), ""),
+    "another loss, set again": (lambda: AtStartToo("", "smooth", torch.nn.L1Loss()), ""),
     "windows, by Lightning": (lambda: GradientAccumulationScheduler({1: 2}), ""),
 }
 
