@@ -54,6 +54,12 @@ def settings_of_optimizers(trainer: pl.Trainer) -> list[dict[str, Any]]:
     ]
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in the state of an optimizer, in the order of its parameters."""
+    of_parameters = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
+    return [value for held in of_parameters for value in held.values() if isinstance(value, torch.Tensor)]
+
+
 def gradients(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
     """What a resume needs of gradients, as plain data.
 

@@ -39,6 +39,7 @@ from lightning_stateful.generators.attributes import (
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
+from lightning_stateful.module_state.optimizer_steps import states_of
 from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text, text_of_large
 
 # Kept with the loop.
@@ -391,8 +392,10 @@ def _buffers(trainer: pl.Trainer) -> Texts:
 
 
 def _settings(trainer: pl.Trainer) -> Texts:
-    """Texts of settings by name: ``trainer.accumulate_grad_batches``, ``net.1.p``; and classes of layers."""
+    """Texts of settings by name, such as ``net.1.p``, and of classes of layers and optimizers."""
     found = {f"trainer.{name}": short_text(getattr(trainer, name, None)) for name in _OF_TRAINER}
+    optimizers = enumerate(trainer.optimizers)
+    found |= {f"trainer.optimizers[{place}].{_CLASS}": type(one).__qualname__ for place, one in optimizers}
     for prefix, layer in trainer.lightning_module.named_modules():
         texts = _of_layer(layer) if prefix else {}
         # Other attributes of a user's own are compared with those of the module.
@@ -456,12 +459,6 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
         parts = {f"{name}.{key}": part for key, part in attributes_of(value).items()}
     inner = {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}
     return found | inner
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in the state of an optimizer, in the order of its parameters."""
-    of_parameters = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
-    return [value for held in of_parameters for value in held.values() if isinstance(value, torch.Tensor)]
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:

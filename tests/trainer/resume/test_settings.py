@@ -66,6 +66,23 @@ class AtEachBatch(AtEpochEnd):
         self.set(trainer, pl_module)
 
 
+class NewOptimizer(pl.Callback):
+    """Puts an optimizer in the place of the module's as the second epoch starts."""
+
+    def __init__(self, *, on_resume: bool = False) -> None:
+        self.on_resume = on_resume
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.strategy.optimizers = [torch.optim.RAdam(pl_module.parameters(), lr=0.01)]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.on_resume and trainer.current_epoch == 1:
+            (was,) = trainer.strategy.optimizers
+            self.on_train_epoch_start(trainer, pl_module)
+            trainer.strategy.optimizers[0].load_state_dict(was.state_dict())
+
+
 P, SMOOTH = ("net.1", "p", 0.7), ("smooth", "beta", 0.5)
 SET: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: AtEpochEnd(*P), r"net\.1\.p was 0\.7 and is 0\.3"),
@@ -76,6 +93,8 @@ SET: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: AtEpochEnd("", "smooth", torch.nn.L1Loss()),
         r"smooth\.__class__ was L1Loss and is SmoothL1Loss",
     ),
+    "another optimizer": (NewOptimizer, r"trainer\.optimizers\[0\]\.__class__ was RAdam and is Adam"),
+    "another optimizer, set again": (lambda: NewOptimizer(on_resume=True), ""),
     "dropout, set again": (lambda: AtStartToo(*P), ""),
     "windows, set again": (lambda: AtStartToo("trainer", "accumulate_grad_batches", 2), ""),
     "dropout, by step": (lambda: AtEachBatch(*P), ""),
