@@ -64,8 +64,14 @@ _AGAIN = frozenset(
         *("validation_step", "on_train_epoch_end"),
     }
 )
-# Settings of the Trainer that a step goes by.
-_OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+# Settings of the Trainer that training goes by, but for what Lightning computes of the lengths of loaders.
+_OF_TRAINER = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "check_val_every_n_epoch",
+    "max_epochs",
+)
 # Ends the name of the steps of a learning rate schedule; and that of the class of a layer, or an optimizer.
 _STEPS, _CLASS = ".last_epoch", "__class__"
 # Begins what is no value itself, and the name of a function.

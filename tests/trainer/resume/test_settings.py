@@ -39,7 +39,8 @@ class AtEpochEnd(pl.Callback):
         self.owner, self.name, self.value = owner, name, value
 
     def set(self, trainer: Any, model: Any) -> None:
-        owner = trainer if self.owner == "trainer" else model.get_submodule(self.owner)
+        owners = {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop}
+        owner = owners.get(self.owner) or model.get_submodule(self.owner)
         setattr(owner, self.name, self.value)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -89,6 +90,9 @@ SET: dict[str, tuple[Callable[[], Any], str]] = {
     "loss": (lambda: AtEpochEnd(*SMOOTH), r"smooth\.beta was 0\.5 and is 1\.0"),
     "windows": (lambda: AtEpochEnd("trainer", "accumulate_grad_batches", 2), r"accumulate_grad_batches was 2 and is 1"),
     "clipping": (lambda: AtEpochEnd("trainer", "gradient_clip_val", 0.1), r"gradient_clip_val was 0\.1 and is None"),
+    "validations": (lambda: AtEpochEnd("trainer", "check_val_every_n_epoch", 2), r"_n_epoch was 2 and is 1"),
+    "epochs": (lambda: AtEpochEnd("trainer.fit_loop", "max_epochs", 4), r"trainer\.max_epochs was 4 and is 3"),
+    "epochs, set again": (lambda: AtStartToo("trainer.fit_loop", "max_epochs", 4), ""),
     "another loss": (
         lambda: AtEpochEnd("", "smooth", torch.nn.L1Loss()),
         r"smooth\.__class__ was L1Loss and is SmoothL1Loss",
