@@ -425,7 +425,9 @@ def texts_of_attributes(trainer: pl.Trainer) -> Texts:
     seen = {id(one) for one in (*module.modules(), *trainer.optimizers, *schedulers)}
     for prefix, owner in _owners(trainer):
         held = attributes_and_defaults(owner)
-        held |= {"hparams": dict(held["_hparams"])} if isinstance(held.get("_hparams"), dict) else {}
+        # Lightning makes an empty dict of its own as it saves.
+        hparams = held.get("_hparams")
+        held |= {"hparams": dict(hparams)} if isinstance(hparams, dict) and hparams else {}
         for name, value in held.items():
             # What cannot be read is left alone.
             with suppress(Exception):
