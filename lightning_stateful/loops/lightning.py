@@ -148,6 +148,8 @@ INTERNALS = {
     "_accelerator_connector.use_distributed_sampler": "to know whether Lightning would deal a loader out",
     "_checkpoint_connector._loaded_checkpoint": "to know whether optimizers are restored, which no hook tells",
     "_logger_connector._callback_metrics": "to read and restore metrics without a collective",
+    "_logger_connector._logged_metrics": "to read and restore metrics without a collective",
+    "_logger_connector._progress_bar_metrics": "to read and restore metrics without a collective",
     "_logger_connector._first_loop_iter": "to keep what a resumed epoch logs in its first batch",
     "_logger_connector.should_update_logs": "to compute what is logged only where it is",
 }

@@ -19,6 +19,10 @@ from lightning_stateful.loops.lightning import (
     pl,
 )
 
+# Dicts of metrics that a Trainer has, and what its results call their part in each.
+_PARTS = {"callback_metrics": "callback", "logged_metrics": "log", "progress_bar_metrics": "pbar"}
+Metrics = dict[str, dict[str, float]]
+
 # What the finders call the file that they restore from themselves.
 _OWN_FILES = (".lr_find", ".scale_batch_size")
 
@@ -136,8 +140,8 @@ def refuse_finders(trainer: pl.Trainer) -> None:
         )
 
 
-def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bool = False) -> dict[str, float]:
-    """The latest values that ``trainer.callback_metrics`` has, which schedulers monitor and callbacks read.
+def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bool = False) -> Metrics:
+    """The latest values that schedulers monitor, and callbacks and modules read, by the Trainer's dict that has them.
 
     Args:
         trainer: The trainer.
@@ -145,19 +149,31 @@ def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bo
             which a state may not, are left out.
         is_step: A batch has just been trained on, whatever Lightning does now.
     """
-    known = dict(trainer._logger_connector._callback_metrics)
     results: Any = trainer.fit_loop.epoch_loop._results
-    if trainer.training or is_step:
-        # What this step has logged: read, not computed.
-        known.update(results.metrics(True)["callback"])
     unsynced = [one for _, one in results.valid_items() if trainer.world_size > 1 and _needs_other_ranks(one)]
-    if epoch_over and not unsynced:
-        known.update(results.metrics(False)["callback"])
-    elif epoch_over:
-        # Known are only those of an epoch before.
-        left_out = {one.meta.name for one in unsynced}
-        known = {name: value for name, value in known.items() if name.removesuffix("_epoch") not in left_out}
-    return {name: float(value) for name, value in sorted(known.items())}
+    # Of these only the values of an epoch before are known.
+    left_out = {one.meta.name for one in unsynced if epoch_over}
+    # What this step has logged is read, not computed.
+    newer = [results.metrics(True)] if trainer.training or is_step else []
+    newer += [results.metrics(False)] if epoch_over and not unsynced else []
+    found: Metrics = {}
+    for kind, of_dict in _dicts_of_metrics(trainer).items():
+        known = dict(of_dict)
+        for of_results in newer:
+            known |= of_results[_PARTS[kind]]
+        of_kind = {name: value for name, value in known.items() if name.removesuffix("_epoch") not in left_out}
+        found[kind] = {name: float(value) for name, value in sorted(of_kind.items())}
+    return found
+
+
+def _dicts_of_metrics(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    """Those that :data:`_PARTS` names, without what Lightning adds where they are asked for."""
+    connector: Any = trainer._logger_connector
+    return {
+        "callback_metrics": connector._callback_metrics,
+        "logged_metrics": connector._logged_metrics,
+        "progress_bar_metrics": connector._progress_bar_metrics,
+    }
 
 
 def _needs_other_ranks(result: Any) -> bool:
@@ -172,11 +188,16 @@ def monitors(trainer: pl.Trainer) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def restore_metrics(trainer: pl.Trainer, metrics: Mapping[str, float], *, are_newer: bool = False) -> None:
-    """Put saved values where callbacks and schedulers look: in place of others only if the saved ones are newer."""
-    known = trainer._logger_connector._callback_metrics
+def restore_metrics(
+    trainer: pl.Trainer, metrics: Mapping[str, float], *, are_newer: bool = False, kind: str = "callback_metrics"
+) -> None:
+    """Put saved values into one of the Trainer's dicts: in place of others only if the saved ones are newer."""
+    known = _dicts_of_metrics(trainer)[kind]
     for name, value in metrics.items():
         if name in known and not are_newer:
+            continue
+        if kind == "progress_bar_metrics":
+            known[name] = value
             continue
         single = torch.tensor(value, dtype=torch.float32)
         exact = single if float(single) == value or value != value else torch.tensor(value, dtype=torch.float64)

@@ -69,6 +69,7 @@ _OF_RANK = {
     "cut?": {"held?": {str: {str: object}}, "changed?": [str]},
     "remembered?": {str: str},
     "latest?": {str: float},
+    "shown?": {"logged_metrics?": {str: float}, "progress_bar_metrics?": {str: float}},
     "set_by_hooks?": {"settings": _SETTINGS, "changed": {str: object}, "streams?": {str: SET_ON_RANK}},
 }
 # The parts of the callback's state beside the progress and what is compared.
@@ -83,6 +84,7 @@ _PARTS = {
     "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "gradients": [str],
+    "last_gradients": {str: object},
     "counted": {str: str},
     "missed": [str],
     "later": [str],

@@ -22,7 +22,7 @@ from lightning_stateful.errors import DamagedStateError, StatefulWarning
 from lightning_stateful.generators.attributes import names_in
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, Timer, pl
 from lightning_stateful.loops.loop_progress import CUT_AT, next_step, read_progress
-from lightning_stateful.loops.other_callbacks import callbacks_of, logged_metrics
+from lightning_stateful.loops.other_callbacks import Metrics, callbacks_of, logged_metrics
 from lightning_stateful.loops.saved_progress import CALLBACK_KEY, LoopProgress
 from lightning_stateful.module_state import later_hooks, manual_steps, module_flags, passing_values
 from lightning_stateful.module_state.optimizer_steps import settings_of_optimizers
@@ -46,13 +46,13 @@ class _BeforeEnd(NamedTuple):
         at: Epoch and number of the batch that would have come next.
         stops: States of EarlyStopping callbacks.
         digests: What tells whether others, and the module, change.
-        metrics: The latest logged values.
+        metrics: The latest logged values, as :func:`.logged_metrics` gives them.
     """
 
     at: tuple[int, int]
     stops: dict[str, Any]
     digests: dict[str, tuple[str, str]]
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 def watch(trainer: pl.Trainer) -> None:
@@ -124,12 +124,15 @@ def forget_end(trainer: pl.Trainer) -> None:
 
 
 def metrics_at(trainer: pl.Trainer | None, progress: LoopProgress) -> dict[str, float]:
-    """The values that ``trainer.callback_metrics`` has where a run goes on: within an epoch that was cut, of before."""
-    if trainer is None:
-        return {}
+    """The values that ``trainer.callback_metrics`` has where a run goes on."""
+    return {} if trainer is None else all_metrics_at(trainer, progress)["callback_metrics"]
+
+
+def all_metrics_at(trainer: pl.Trainer, progress: LoopProgress) -> Metrics:
+    """Those that each of its dicts of metrics has: within an epoch that was cut, of before its end."""
     held: _BeforeEnd | None = vars(trainer.fit_loop.epoch_loop).get(_HELD)
     if held is not None and progress.running and held.at[0] == progress.epoch:
-        return dict(held.metrics)
+        return {kind: dict(metrics) for kind, metrics in held.metrics.items()}
     return logged_metrics(trainer, epoch_over=progress.plateau == "epoch")
 
 

@@ -144,6 +144,7 @@ class EpochResults:
         self._num_taken += 1
         if self._unread is not None:
             return deepcopy(self._unread)
+        metrics = cut_epochs.all_metrics_at(trainer, progress)
         own: dict[str, Any] = {
             **self._summed_up(trainer, progress),
             "generators": self.generators.state(trainer, progress),
@@ -153,7 +154,8 @@ class EpochResults:
             "weights": self._buffers.digest_of_weights(trainer),
             "remembered": changed(trainer, "remembered"),
             "set_by_hooks": dict(set_by_hooks),
-            "latest": cut_epochs.metrics_at(trainer, progress) if trainer.world_size > 1 else {},
+            "latest": metrics.pop("callback_metrics") if trainer.world_size > 1 else {},
+            "shown": {kind: known for kind, known in metrics.items() if known and kind != "callback_metrics"},
             "ended": self._ended(trainer, progress),
         }
         own = {name: part for name, part in own.items() if part or name in ("logged", "metrics")}
@@ -172,7 +174,13 @@ class EpochResults:
         }
         ended = [None if part is None else part.pop("ended", {}) for part in ranks]
         if all(ended):
-            found["ended"] = _values_of(_joined([part for part in ended if part]))
+            joined = _joined([part for part in ended if part])
+            found["ended"] = _values_of(joined)
+            for kind, option in (("logged_metrics", "logger"), ("progress_bar_metrics", "prog_bar")):
+                values = _values_of({key: part for key, part in joined.items() if part[option]})
+                for part in filter(None, ranks):
+                    shown = part.setdefault("shown", {})
+                    shown[kind] = {**shown.get(kind, {}), **values}
         for name in ("set_by_hooks", "latest"):
             # The callback's state has that of rank 0 in any case.
             of_first = ranks[0].get(name, {}) if ranks[0] else {}
@@ -275,6 +283,8 @@ class EpochResults:
         go_on_waiting(trainer, [None if part is None else part.get("waits", {}) for part in parts])
         of_rank = parts[0 if is_moved else trainer.global_rank]
         cut_epochs.put_back(trainer, (of_rank or {}).get("cut", {}))
+        for kind, metrics in (of_rank or parts[0] or {}).get("shown", {}).items():
+            restore_metrics(trainer, metrics, kind=kind)
         self._warn_of_partial(parts, trainer, is_moved)
 
     def _go_on(self, trainer: pl.Trainer) -> None:

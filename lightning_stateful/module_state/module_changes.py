@@ -182,7 +182,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         ModelPruning callback a digest of its masks, and one of the weights that it goes back to. ``replaced``: within
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
         which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
-        manual optimization makes inexact. ``gradients``: which parameters have some, where that matters.
+        manual optimization makes inexact. ``gradients`` and ``last_gradients``: see :func:`.optimizer_steps.gradients`.
         ``counted`` and ``missed``: see :mod:`.counted_batches`. ``later``: see :mod:`.later_hooks`.
     """
     if trainer is None:
@@ -216,8 +216,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
             found[kind] = of_kind
     if steps := manual_steps.inexact_steps(trainer):
         found["steps"] = steps
-    if names := optimizer_steps.parameters_with_gradients(trainer):
-        found["gradients"] = names
+    found |= optimizer_steps.gradients(trainer, progress)
     if _is_within(progress, started) and (counted := counted_batches.counted_twice(trainer, progress)):
         found["counted"] = counted
     if missed := counted_batches.left_out(trainer, progress):
@@ -288,7 +287,7 @@ def restore(trainer: pl.Trainer, saved: Mapping[str, Any], progress: LoopProgres
     """
     callbacks = callbacks_of(trainer)
     manual_steps.warn_of_inexact_steps(saved.get("steps", {}))
-    optimizer_steps.restore_gradients(trainer, saved.get("gradients", ()))
+    optimizer_steps.restore_gradients(trainer, saved)
     if replaced := saved.get("replaced"):
         rank_zero_warn(
             f"The checkpoint was written within a validation, or behind training, when weights of the module "

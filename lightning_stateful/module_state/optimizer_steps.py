@@ -6,17 +6,19 @@ written within, or on an error there, may hold weights that were trained on the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_stateful.loops.lightning import pl
+from lightning_stateful.loops.lightning import StochasticWeightAveraging, pl
 from lightning_stateful.loops.loop_progress import STEPPED_IN, epoch_set_to, next_step
+from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state import manual_steps
+from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # Kept with the loop.
 _HOOK = "_step_hook"
@@ -34,12 +36,7 @@ def watch_steps(trainer: pl.Trainer) -> None:
 
 
 def begin_batch(trainer: pl.Trainer) -> None:
-    """See to gradients as a batch begins.
-
-    They are cleared in an epoch that only updates BatchNorm's statistics: Lightning takes a step at its end.
-    """
-    if trainer.fit_loop._skip_backward:
-        trainer.lightning_module.zero_grad()
+    """See to gradients as a batch begins."""
     manual_steps.note_batch(trainer)
 
 
@@ -57,22 +54,63 @@ def settings_of_optimizers(trainer: pl.Trainer) -> list[dict[str, Any]]:
     ]
 
 
-def parameters_with_gradients(trainer: pl.Trainer) -> list[str]:
-    """Names of the parameters that have gradients, where the module's own ``optimizer_zero_grad`` may set zeros.
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors in the state of an optimizer, in the order of its parameters."""
+    of_parameters = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
+    return [value for held in of_parameters for value in held.values() if isinstance(value, torch.Tensor)]
 
-    An optimizer goes on moving a parameter whose gradient is zero, and leaves one alone that has none.
+
+def gradients(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
+    """What a resume needs of gradients, as plain data.
+
+    Args:
+        trainer: The trainer.
+        progress: Where it is.
+
+    Returns:
+        ``gradients``: names of the parameters that have some, where the module's own ``optimizer_zero_grad`` may set
+        zeros: an optimizer goes on moving a parameter whose gradient is zero, and leaves one alone that has none.
+        ``last_gradients``: by parameter, those that StochasticWeightAveraging has a step taken on once more.
     """
     module = trainer.lightning_module
-    is_own = type(module).optimizer_zero_grad is not pl.LightningModule.optimizer_zero_grad
-    if not is_own or trainer.strategy.restore_checkpoint_after_setup:
-        return []
-    return [name for name, parameter in module.named_parameters() if parameter.grad is not None]
+    if trainer.strategy.restore_checkpoint_after_setup:
+        return {}
+    named = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    found: dict[str, Any] = {}
+    if named and type(module).optimizer_zero_grad is not pl.LightningModule.optimizer_zero_grad:
+        found["gradients"] = list(named)
+    if named and _comes_to_statistics(trainer, progress):
+        found["last_gradients"] = {name: to_plain(one, name, "gradient") for name, one in named.items()}
+    return found
 
 
-def restore_gradients(trainer: pl.Trainer, names: Collection[str]) -> None:
-    """Give parameters gradients, of zeros, that had some when a checkpoint was written."""
-    for name, parameter in trainer.lightning_module.named_parameters() if names else ():
-        if name in names and parameter.grad is None:
+def _comes_to_statistics(trainer: pl.Trainer, progress: LoopProgress) -> bool:
+    """Whether the epoch comes next, or goes on, that StochasticWeightAveraging adds for BatchNorm's statistics.
+
+    No gradients are computed in it, nor are those of the step before cleared, and Lightning takes a step at its end.
+    """
+    averaging = [one for one in callbacks_of(trainer) if isinstance(one, StochasticWeightAveraging)]
+    # Known from on_fit_start on.
+    ends = [getattr(one, "swa_end", None) for one in averaging]
+    epoch = progress.epoch_and_step[0]
+    return trainer.max_epochs == epoch + 1 and epoch - 1 in ends
+
+
+def restore_gradients(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
+    """Give parameters the gradients that :func:`gradients` has kept, and zeros where it has kept names alone.
+
+    Args:
+        trainer: The trainer.
+        saved: A state that holds what it returned.
+
+    Raises:
+        DamagedStateError: It is nothing that it returns.
+    """
+    names, last = saved.get("gradients", ()), saved.get("last_gradients", {})
+    for name, parameter in trainer.lightning_module.named_parameters() if names or last else ():
+        if name in last:
+            parameter.grad = from_plain(last[name]).to(parameter.device)
+        elif name in names and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 

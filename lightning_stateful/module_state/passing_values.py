@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from queue import Queue
-from types import FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_stateful.contents.code_uses import attributes_read, is_set_anew, uses_of
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import (
+    LIGHTNINGS,
     PLAIN,
     attributes_and_defaults,
     attributes_of,
@@ -38,6 +39,7 @@ from lightning_stateful.generators.attributes import (
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_before, callbacks_of
+from lightning_stateful.module_state.optimizer_steps import states_of
 from lightning_stateful.samplers.fingerprint import digest, digest_of_some, is_plain_tensor, short_text, text_of_large
 
 # Kept with the loop.
@@ -62,12 +64,18 @@ _AGAIN = frozenset(
         *("validation_step", "on_train_epoch_end"),
     }
 )
-# Settings of the Trainer that a step goes by.
-_OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-# Ends the name of the steps of a learning rate schedule.
-_STEPS = ".last_epoch"
-# Begins what is no value itself.
-_DIGEST = "#"
+# Settings of the Trainer that training goes by, but for what Lightning computes of the lengths of loaders.
+_OF_TRAINER = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "check_val_every_n_epoch",
+    "max_epochs",
+)
+# Ends the name of the steps of a learning rate schedule; and that of the class of a layer, or an optimizer.
+_STEPS, _CLASS = ".last_epoch", "__class__"
+# Begins what is no value itself, and the name of a function.
+_DIGEST, _FUNCTION = "#", "function "
 Texts = dict[str, str]
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
@@ -135,8 +143,13 @@ def changed(trainer: pl.Trainer, kind: str) -> Texts:
         # What that end sets it will set again.
         return known.cut[1][kind]
     begun, saved, now = known.begun[kind], known.saved[kind], _KINDS[kind](trainer)
-    others = [name for name, held in now.items() if name in saved or begun.get(name) != held]
+    others = [name for name, held in now.items() if name in saved or _is_other(begun.get(name, ""), held)]
     return {name: now[name] for name in others[:_MOST_NAMES]}
+
+
+def _is_other(begun: str, now: str) -> bool:
+    # A function may be built where it is needed first, on a resume too.
+    return begun != now and (begun.startswith(_FUNCTION) or not now.startswith(_FUNCTION))
 
 
 def note_cut(trainer: pl.Trainer) -> None:
@@ -325,7 +338,7 @@ def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
             last = _leaf(inner)
             held = vars(part).get(leaf)
             # Of a function it is a variable.
-            how = {"may_be_called": callable(held), "is_variable": isinstance(held, FunctionType)}
+            how = {"may_be_called": callable(held), "is_variable": isinstance(held, FunctionType) and "." in inner}
             use = uses_of(module, last, **how, read=_TRAINS)
             return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
     return False
@@ -385,13 +398,23 @@ def _buffers(trainer: pl.Trainer) -> Texts:
 
 
 def _settings(trainer: pl.Trainer) -> Texts:
-    """Texts of settings by name: ``trainer.accumulate_grad_batches``, ``net.1.p``."""
+    """Texts of settings by name, such as ``net.1.p``, and of classes of layers and optimizers."""
     found = {f"trainer.{name}": short_text(getattr(trainer, name, None)) for name in _OF_TRAINER}
+    optimizers = enumerate(trainer.optimizers)
+    found |= {f"trainer.optimizers[{place}].{_CLASS}": type(one).__qualname__ for place, one in optimizers}
     for prefix, layer in trainer.lightning_module.named_modules():
-        if prefix and not is_users(type(layer).__module__):
-            held = {name: value for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
-            found |= {f"{prefix}.{name}": short_text(value) for name, value in held.items() if type(value) in PLAIN}
+        texts = _of_layer(layer) if prefix else {}
+        # Other attributes of a user's own are compared with those of the module.
+        names = [name for name in texts if name == _CLASS or not is_users(type(layer).__module__)]
+        found |= {f"{prefix}.{name}": texts[name] for name in names}
     return found
+
+
+def _of_layer(layer: torch.nn.Module) -> Texts:
+    """The class of a layer, and its plain attributes."""
+    held = {name: value for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
+    texts = {name: short_text(value) for name, value in held.items() if type(value) in PLAIN}
+    return {_CLASS: type(layer).__qualname__, **texts}
 
 
 def texts_of_attributes(trainer: pl.Trainer) -> Texts:
@@ -402,7 +425,9 @@ def texts_of_attributes(trainer: pl.Trainer) -> Texts:
     seen = {id(one) for one in (*module.modules(), *trainer.optimizers, *schedulers)}
     for prefix, owner in _owners(trainer):
         held = attributes_and_defaults(owner)
-        held |= {"hparams": dict(held["_hparams"])} if isinstance(held.get("_hparams"), dict) else {}
+        # Lightning makes an empty dict of its own as it saves.
+        hparams = held.get("_hparams")
+        held |= {"hparams": dict(hparams)} if isinstance(hparams, dict) and hparams else {}
         for name, value in held.items():
             # What cannot be read is left alone.
             with suppress(Exception):
@@ -415,11 +440,16 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
     """Texts of a value, and of what objects of a user's in it hold; of a network, or an optimizer, one digest."""
     if text := short_text(value) or text_of_large(value):
         return {name: text}
+    found: Texts = {}
+    # Lightning sets some of its own within a step.
+    if isinstance(value, (FunctionType, BuiltinFunctionType)) and package_of(value) not in LIGHTNINGS:
+        found[name] = f"{_FUNCTION}{value.__module__}.{value.__qualname__}"
     if id(value) in seen or depth > _DEPTH or isinstance(value, _LEFT_OUT):
-        return {}
+        return found
     seen.add(id(value))
     if isinstance(value, torch.nn.Module):
-        return {name: _DIGEST + digest_of_some([*value.parameters(), *value.buffers()])}
+        layers = [(prefix, _of_layer(layer)) for prefix, layer in value.named_modules()]
+        return {name: f"{_DIGEST}{digest_of_some([*value.parameters(), *value.buffers()])} {digest(layers)}"}
     if isinstance(value, torch.optim.Optimizer):
         return {name: _DIGEST + digest_of_some(states_of(value))}
     if isinstance(value, LRScheduler):
@@ -435,13 +465,8 @@ def _texts(name: str, value: Any, seen: set[int], depth: int) -> Texts:
         parts = {f"{name}.{key}": part for key, part in closure_of(value).items()}
     elif is_users(type(value).__module__) or isinstance(value, _HOLDERS):
         parts = {f"{name}.{key}": part for key, part in attributes_of(value).items()}
-    return {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors in the state of an optimizer, in the order of its parameters."""
-    of_parameters = [optimizer.state.get(one, {}) for group in optimizer.param_groups for one in group["params"]]
-    return [value for held in of_parameters for value in held.values() if isinstance(value, torch.Tensor)]
+    inner = {key: text for at, part in parts.items() for key, text in _texts(at, part, seen, depth + 1).items()}
+    return found | inner
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
-from lightning_stateful.module_state.passing_values import states_of
+from lightning_stateful.module_state.optimizer_steps import states_of
 from lightning_stateful.samplers.fingerprint import digest_of_some, digest_of_tensor, hex_digest, is_plain_tensor
 from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.samplers.state_codec import from_plain, to_plain

@@ -12,6 +12,7 @@ from support.ledger import LedgerModel
 from support.runs import (
     assert_goes_on_from_every_moment,
     assert_same_end,
+    ended,
     numbers_module,
     seeded,
     stopped,
@@ -130,3 +131,28 @@ def test_objects_of_a_callback_go_on_as_those_of_the_module(tmp_path: Path, mome
     whole = run(callbacks=[Watches()], max_epochs=2)
     stopped(path, run=run, **moment, callbacks=[Watches()])
     assert_same_end(run(ckpt_path=path, seed=99, callbacks=[Watches()], max_epochs=2), whole)
+
+
+class ReadsLogged(LedgerModel):
+    """Weights its loss by what it has logged, as the Trainer shows it to loggers and to the progress bar."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        shown = {**self.trainer.logged_metrics, **self.trainer.progress_bar_metrics}
+        known = [
+            float(shown[name]) for name in ("of_loader_step", "of_loader_epoch", "bar", "val_loss") if name in shown
+        ]
+        loss = super().training_step(batch, batch_idx) * (1 + sum(known))
+        self.log("average", loss, on_step=True, on_epoch=True)
+        self.log("bar", loss, prog_bar=True, logger=False)
+        return loss
+
+
+@pytest.mark.parametrize("moment", [("on_train_batch_end", 1, 5), ("on_train_epoch_end", 0, 0)], ids=str)
+def test_what_loggers_and_the_progress_bar_are_shown_goes_on(tmp_path: Path, moment: Any) -> None:
+    assert_goes_on_from_every_moment(tmp_path, numbers_module, [moment], training(ReadsLogged), max_epochs=2)
+
+
+def test_what_loggers_are_shown_within_an_epoch_that_was_cut_is_that_of_before_its_end(tmp_path: Path) -> None:
+    run = training(ReadsLogged)
+    ended(tmp_path / "x.ckpt", run=run, max_steps=15)
+    assert_same_end(run(ckpt_path=tmp_path / "x.ckpt", seed=99, max_epochs=2), run(max_epochs=2))

@@ -261,6 +261,18 @@ def test_so_is_what_a_data_module_holds(tmp_path: Path, caplog: pytest.LogCaptur
     assert "are others here: KeepsLosses.losses. If" in said
 
 
+def test_hyperparameters_that_lightning_makes_for_a_data_module_without_any_as_it_saves_are_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    for path in (None, tmp_path / "step=2.ckpt"):
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        callbacks = [StatefulDataCallback(), *([] if path else [saver])]
+        trainer = quiet_trainer(*callbacks, limit_val_batches=0, enable_checkpointing=not path)
+        trainer.fit(BoringModel(), datamodule=KeepsLosses(), ckpt_path=path)
+    assert not [one for one in caplog.messages if "Attributes of the module, callbacks, opti" in one]
+
+
 class Replays(Callback):
     """Keeps what it has seen, which it adds to before a batch is trained on."""
 
@@ -496,10 +508,37 @@ class ByClosure(Trains):
         return float(self.factor())
 
 
+class ByFunction(Trains):
+    """Trains with another function of torch from its second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how: Any = torch.nn.functional.relu
+
+    def on_train_epoch_start(self) -> None:
+        self.how = torch.nn.functional.selu if self.current_epoch else self.how
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        return float(self.how(batch.mean()))
+
+
+class ByFunctionBuilt(Trains):
+    """Builds a function where it is needed first."""
+
+    how: Any = None
+
+    def taken_from(self, batch: torch.Tensor) -> float:
+        if self.how is None:
+            self.how = torch.relu
+        return float(self.how(batch.mean()))
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Trains, ""),
+        (ByFunction, "how was function torch.nn.functional.selu and is function torch.nn.functional.relu"),
+        (ByFunctionBuilt, ""),
         (ByHyperparameter, "hparams"),
         (ByClosure, "factor.calls was 6 and is 0"),
         (ByFirst, "given was"),

@@ -35,7 +35,9 @@ from support.runs import (
     train,
     training,
 )
+from torch.utils.data import DataLoader
 
+from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StateError, StatefulWarning
 
 
@@ -66,6 +68,19 @@ def test_34_stochastic_weight_averaging_goes_on_exactly(tmp_path: Path, normed: 
         partial(Averaged, normed=normed), lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)]
     )
     assert_goes_on_from_every_moment(tmp_path, numbers_module, MOMENTS[normed], run, max_epochs=4, **windows)
+
+
+def test_weights_after_the_epoch_for_statistics_are_those_of_lightning_without_the_callback() -> None:
+    """Lightning takes a step at its end, on the gradients that the last step before has left."""
+    weights = []
+    for ours in ([], [StatefulDataCallback(seed=1)]):
+        model = seeded(partial(Averaged, normed=True))
+        model.net[2] = torch.nn.Identity()
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+        rows = [{"id": torch.tensor(n), "x": torch.tensor([n, n % 3, 1.0, -n]) / 8} for n in range(8)]
+        quiet_trainer(averaging, *ours, max_epochs=2).fit(model, DataLoader(rows, batch_size=2))
+        weights.append([one.tolist() for one in model.parameters()])
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "WeightAveraging"])
