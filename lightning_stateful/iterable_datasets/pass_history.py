@@ -64,6 +64,7 @@ class PassHistory(list[int]):
         attributes: What passes change in the dataset's own attributes.
         firsts: Of a dataset with a state, texts of attributes behind the first batch of the first pass.
         lasting: The names of those that were others behind the first batch of a later one.
+        elsewhere: Random generators that stand elsewhere than before a resume: where they do, and stood then.
         beginning: The state that the dataset had before anybody read it, as plain data; None if it had none.
     """
 
@@ -81,6 +82,7 @@ class PassHistory(list[int]):
         self.attributes = ChangedAttributes()
         self.firsts: dict[str, str] = {}
         self.lasting: set[str] = set()
+        self.elsewhere: dict[str, tuple[Any, str, str]] = {}
         # Digests of what lies outside of the dataset, from before the first pass and before the latest one.
         self._began: dict[str, str] = {}
         self._begun: dict[str, str] = {}
