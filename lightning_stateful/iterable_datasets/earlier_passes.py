@@ -7,6 +7,7 @@ import inspect
 import io
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -22,12 +23,23 @@ from lightning_stateful.generators.attributes import (
     function_in,
     is_lightnings,
 )
-from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, parts_of, places_of_outside
+from lightning_stateful.generators.rng import GENERATORS, seed_generator, state_of_generator
+from lightning_stateful.iterable_datasets.dataset_parts import (
+    attributes_in,
+    names_in_methods,
+    parts_of,
+    places_of_outside,
+)
 from lightning_stateful.iterable_datasets.iterable_task import is_told
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.iterable_datasets.pass_history import NUM_FIRST, PassHistory, digest_of_sample
 from lightning_stateful.iterable_datasets.rank_draws import GOES_ON, KEEPS, keeps_what_it_draws
-from lightning_stateful.sampler_copies.sampler_copy import SamplerParts, digest_of_contents, digest_of_generators
+from lightning_stateful.sampler_copies.sampler_copy import (
+    SamplerParts,
+    digest_of_contents,
+    digest_of_generators,
+    generators_in,
+)
 from lightning_stateful.samplers.fingerprint import is_mapped
 
 # A pass of which so many samples were read, and one of which so many, are followed by the same one if it begins anew.
@@ -36,6 +48,8 @@ _FEW, _SOME_MORE = 1, 3
 _PATIENCE = 20.0
 # Seconds after which no further sample is compared.
 _SLOW = 1.0
+# Seeds generators otherwise than a pass may.
+_OTHER_SEED = 0x5EED_0FA1
 # Bytes of arrays and tensors in a dataset up to which it is copied.
 _MOST_BYTES = 2**31
 NOT_TRIED = (
@@ -105,6 +119,9 @@ class EarlierPasses:
             history += passes[len(history) :]
             return [IN_MODULE.format(source)] if self._config.is_checked else []
         is_there, changed = history.attributes.compare(self._dataset, self._state)
+        if (changed or outside) and (seeded := self._seeded[0]):
+            outside = history.compare_outside(self._dataset, self._state["outside"], seeded)
+            is_there, changed = history.attributes.compare(self._dataset, self._state, seeded)
         history += passes[len(history) :] if is_there else []
         return [*filter(None, (changed, outside)), *self._begin(passes[len(history) :])]
 
@@ -114,7 +131,8 @@ class EarlierPasses:
         said = list[str]()
         is_alike, draws_alike = self._begins_alike(max(map(_num_batches, missing)))
         # Of one that its passes change, copies have been read to the end of one.
-        if self._history.draws and is_alike and not (self._history.changes and draws_alike):
+        goes_on = self._history.draws and is_alike and not (self._history.changes and draws_alike)
+        if goes_on and not self._seeded[1]:
             said.append(GOES_ON)
         seed_pass = self._history.seed_pass
         is_unseeded = self._config.gives_batches or self._config.sample_seed is None
@@ -172,6 +190,36 @@ class EarlierPasses:
         is_same = draws_alike and values[0] == values[1] and not _used_apart(one, other)
         return is_same or not self._history.changes, draws_alike
 
+    @cached_property
+    def _seeded(self) -> tuple[set[str], bool]:
+        """The names of random generators that each pass seeds before it draws from them, as copies tell.
+
+        In one of two copies all generators are seeded otherwise before a pass, which has to begin as in the other one.
+
+        Returns:
+            The names; and whether there are no others.
+        """
+        outside, epoch = OutsideValues(self._dataset), len(self._history)
+        firsts, stands, all_stand = list[list[str]](), list[dict[str, str]](), list[str]()
+        try:
+            refuse_open(self._dataset)
+            for reader, copied in self._copies(outside):
+                reader.begin_pass(epoch)
+                reader.read_samples(_FEW)
+                for generator in generators_in(*parts_of(copied), *outside.generators()) if firsts else ():
+                    seed_generator(generator, _OTHER_SEED)
+                firsts.append(_firsts(reader, epoch + 1, len(firsts[0]) if firsts else None))
+                stands.append(_generators_by_name(copied, outside))
+                all_stand.append(_generators_of(copied, outside))
+                outside.restore()
+        except Exception:
+            return set(), False
+        finally:
+            outside.restore()
+        if not firsts or firsts[0] != firsts[1]:
+            return set(), False
+        return {name for name, held in stands[0].items() if stands[1].get(name) == held}, all_stand[0] == all_stand[1]
+
     def _follows_epoch(self, passes: list[int]) -> tuple[bool, str]:
         """Whether the epoch that it is told decides how the pass begins that is resumed, and not the one before.
 
@@ -228,6 +276,15 @@ def _source_in_module(dataset: Any) -> str:
 def _generators_of(dataset: Any, outside: OutsideValues) -> str:
     """Digest of the random generators that a dataset holds, or that its code reaches."""
     return digest_of_generators(*parts_of(dataset), *outside.generators())
+
+
+def _generators_by_name(dataset: Any, outside: OutsideValues) -> dict[str, str]:
+    """Digests of those among them that are attributes, or variables, of a name."""
+    found = {name: held for name, held in outside.digests().items() if name in outside.names_of_generators()}
+    for name, value in attributes_in(dataset):
+        if isinstance(value, GENERATORS):
+            found[name] = found.get(name, "") + state_of_generator(value)
+    return found
 
 
 def refuse_open(dataset: Any) -> None:

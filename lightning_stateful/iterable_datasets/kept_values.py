@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from itertools import count, cycle
 from operator import length_hint
 from types import FunctionType
@@ -20,6 +21,7 @@ from torch.utils.data import IterDataPipe
 from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.errors import Remark, some_of
 from lightning_stateful.generators.attributes import BUILT_IN, attributes_of, is_users
+from lightning_stateful.generators.held_generators import held_places
 from lightning_stateful.generators.rng import GENERATORS, state_of_generator
 from lightning_stateful.iterable_datasets.dataset_parts import names_in_methods, names_told, parts_of
 from lightning_stateful.iterable_datasets.pass_history import PassHistory
@@ -42,6 +44,8 @@ _MOST_ITERATORS, _MOST_OBJECTS = 16, 32
 _MOST_BYTES, _MOST_VALUES, _MOST_CHARACTERS = 2**12, 2**8, 64
 # Items of a tuple, likewise.
 _MOST_ITEMS = 8
+# Random generators that are no attributes of a dataset.
+_MOST_GENERATORS = 16
 # Objects whose attributes are not looked at.
 _APART = (type, FunctionType, torch.nn.Module)
 # Iterators that tell how many items are left.
@@ -96,7 +100,9 @@ class KeptValues:
     count of passes, are kept at its end as well.
 
     Attributes are those of objects of the user's classes, which these or local variables hold in turn. Local variables
-    are those of generator functions, and of such that these read from, also by way of iterators such as ``map``.
+    are those of generator functions, and of such that these read from, also by way of iterators such as ``map``. Random
+    generators are looked for in containers, modules and variables outside of the dataset as well. Of these, and of such
+    in objects, one that stands elsewhere is named once a pass, or a later one, draws from it.
 
     Args:
         dataset: The dataset.
@@ -113,11 +119,14 @@ class KeptValues:
         self._iterator = iterator if is_checked else None
         # Of a copy that ends with the pass nothing is drawn later.
         self._generators = KeptGenerators(parts if stays else [])
+        self._within = _generators_within(dataset, parts) if self._parts else {}
+        self._stays = stays
         # Values before the first sample, or as they were first seen, and the names of those that were others since.
         self._first: dict[str, str] = _values(self._held()) if self._parts else {}
         self._changed: set[str] = set()
         # Random generators that stand elsewhere than before a resume: where they stand, and where they stood then.
-        self._elsewhere: dict[str, tuple[str, str]] = {}
+        before = history.elsewhere.items()
+        self._elsewhere = {name: at for name, (one, *at) in before if self._within.get(name) is one}
 
     def noted(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """What a state holds of them.
@@ -130,9 +139,10 @@ class KeptValues:
         self._changed |= {name for name, value in found.items() if self._first.setdefault(name, value) != value}
         lasting = self._lasting(found, before)
         self._changed |= before.get("kept", {}).keys() | lasting
-        drawn = {**_drawn(held), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
+        drawn = {**self._drawn(held), **{name: stood for name, (_, stood) in self._elsewhere.items()}}
         changed = {name: value for name, value in found.items() if name in self._changed}
         kept = {**self._generators.noted(), "kept": {**drawn, **changed}}
+        lasting |= self._within.keys() & drawn.keys() if self._stays else set()
         return {**kept, "lasting": sorted(lasting)} if lasting else kept
 
     def _lasting(self, found: Mapping[str, str], before: Mapping[str, Any]) -> set[str]:
@@ -159,16 +169,17 @@ class KeptValues:
         if self._generators.stand_elsewhere(noted.get("generators", "")):
             return [f"{name} {OTHER_GENERATORS}"]
         held = [*self._held()]
-        before, drawn, values = noted.get("kept", {}), _drawn(held), _values(held)
+        before, drawn, values = noted.get("kept", {}), self._drawn(held), _values(held)
         # What had not changed by then is as it was first seen.
         self._first = {**values, **self._first}
         are_others = {name for name in drawn if name in before and before[name] != drawn[name]}
-        self._elsewhere = {name: (drawn[name], before[name]) for name in are_others}
+        self._elsewhere = {name: [drawn[name], before[name]] for name in are_others}
+        self._hand_on()
         others = [name for name, value in before.items() if values.get(name, value) != value]
         return [Remark(f"{name} {OTHER_VALUES.format(some_of(others))}")] if others else []
 
     def late(self, name: str) -> list[str]:
-        """A text once a random generator in a local variable is drawn from that stands elsewhere than before a resume.
+        """A text once a random generator is drawn from that stands elsewhere than before a resume.
 
         Until then it may have drawn what the state has, such as an order, and nothing else.
 
@@ -177,10 +188,20 @@ class KeptValues:
         """
         if not self._elsewhere:
             return []
-        drawn = _drawn(self._held())
+        drawn = self._drawn(self._held())
         others = [one for one, (stands, _) in self._elsewhere.items() if drawn.get(one, stands) != stands]
         self._elsewhere = {} if others else self._elsewhere
+        self._hand_on()
         return [f"{name} {OTHER_VALUES.format(some_of(others))}"] if others else []
+
+    def _hand_on(self) -> None:
+        """Hand those that stand elsewhere, and are there in later passes, on to these."""
+        lasting = self._elsewhere.keys() & self._within.keys() if self._stays else ()
+        self._history.elsewhere = {name: (self._within[name], *self._elsewhere[name]) for name in lasting}
+
+    def _drawn(self, held: Iterable[tuple[str, Any]]) -> dict[str, str]:
+        """Digests of the states of random generators."""
+        return _drawn([*held, *self._within.items()])
 
     def _held(self) -> Iterator[tuple[str, Any]]:
         """Attributes of the datasets, and local variables; then attributes of objects of the user's among these."""
@@ -194,6 +215,29 @@ class KeptValues:
                 if is_object and id(value) not in seen and number < _MOST_OBJECTS and not isinstance(value, _APART):
                     seen.add(id(value))
                     left.append((f"{name}.{variable}", attributes_of(value)))
+
+
+def _generators_within(dataset: Any, parts: list[Any]) -> dict[str, Any]:
+    """The random generators that code of a dataset reaches, but those in attributes of it and of datasets in it.
+
+    Left out are those that are only held, or made anew before they are drawn from.
+
+    Args:
+        dataset: The dataset.
+        parts: It and the datasets in it.
+    """
+    own = {id(value) for part in parts for value in attributes_of(part).values()}
+    found: dict[str, Any] = {}
+    uses = lru_cache(lambda name: uses_of(dataset, name, is_variable=True, may_be_called=True).uses)
+    for identity, place in held_places((), **{type(dataset).__qualname__: dataset}):
+        names = [name for name in place.path[1:] if name.isidentifier()]
+        if len(found) == _MOST_GENERATORS:
+            break
+        # One comes for each way that leads there.
+        is_new = identity and id(place.value) not in own and not any(one is place.value for one in found.values())
+        if is_new and any(map(uses, names)):
+            found[".".join(place.path)] = place.value
+    return found
 
 
 def _drawn(held: Iterable[tuple[str, Any]]) -> dict[str, str]:

@@ -189,6 +189,10 @@ class OutsideValues:
         """The random generators among them."""
         return [value for _, value, _ in self._contents.values() if isinstance(value, GENERATORS)]
 
+    def names_of_generators(self) -> set[str]:
+        """The names of these."""
+        return {name for name, value, _ in self._contents.values() if isinstance(value, GENERATORS)}
+
 
 def _is_trained(value: Any) -> bool:
     """Whether training changes an object as it goes on: a module, or one of Lightning's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -64,6 +64,7 @@ class PassHistory(list[int]):
         attributes: What passes change in the dataset's own attributes.
         firsts: Of a dataset with a state, texts of attributes behind the first batch of the first pass.
         lasting: The names of those that were others behind the first batch of a later one.
+        elsewhere: Random generators that stand elsewhere than before a resume: where they do, and stood then.
         beginning: The state that the dataset had before anybody read it, as plain data; None if it had none.
     """
 
@@ -81,6 +82,7 @@ class PassHistory(list[int]):
         self.attributes = ChangedAttributes()
         self.firsts: dict[str, str] = {}
         self.lasting: set[str] = set()
+        self.elsewhere: dict[str, tuple[Any, str, str]] = {}
         # Digests of what lies outside of the dataset, from before the first pass and before the latest one.
         self._began: dict[str, str] = {}
         self._begun: dict[str, str] = {}
@@ -153,15 +155,16 @@ class PassHistory(list[int]):
         self.changes, self.draws = self.changes or state["changes"], self.draws or state["draws"]
         self.begins = self.begins or state.get("begins", False)
 
-    def compare_outside(self, dataset: Any, expected: Mapping[str, str]) -> str:
+    def compare_outside(self, dataset: Any, expected: Mapping[str, str], seeded: Collection[str] = ()) -> str:
         """A sentence on what was another before the first pass of the run that wrote a state; empty if nothing was.
 
         Args:
             dataset: The dataset.
             expected: Digests as :attr:`moved` had them there.
+            seeded: Names of random generators that each pass seeds, which are left out.
         """
         now = self.look_outside(dataset)
-        others = sorted(name for name, held in expected.items() if now.get(name) != held)
+        others = sorted(name for name, held in expected.items() if now.get(name) != held and name not in seeded)
         self.moved |= expected
         if not others:
             return ""
@@ -256,12 +259,13 @@ class ChangedAttributes:
         now = _digests_of_attributes(dataset)
         return {name: now.get(name, "") for name in self._names}
 
-    def compare(self, dataset: Any, state: Mapping[str, Any]) -> tuple[bool, str]:
+    def compare(self, dataset: Any, state: Mapping[str, Any], seeded: Collection[str] = ()) -> tuple[bool, str]:
         """Whether something else has brought the dataset to where the pass of a state began, before any pass here.
 
         Args:
             dataset: The dataset.
             state: Of the run that wrote the checkpoint.
+            seeded: Names of random generators that each pass seeds, which are left out.
 
         Returns:
             Whether it has, so that earlier passes are not to be begun again; and a sentence if the resume is not exact
@@ -269,7 +273,7 @@ class ChangedAttributes:
         """
         built, begun, now = state.get("built", {}), state.get("begun", {}), _digests_of_attributes(dataset)
         self._built, self._names = {**now, **built}, {*built}
-        names = sorted(built.keys() - self.set_by_hooks.keys())
+        names = sorted(built.keys() - self.set_by_hooks.keys() - {*seeded})
         there = [
             name for name in names if begun.get(name) not in (None, built[name]) and now.get(name, "") == begun[name]
         ]

@@ -223,6 +223,133 @@ def test_a_random_generator_that_a_state_leaves_out_is_warned_of_once_drawn_from
         train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=1)
 
 
+OUTSIDE = random.Random(0)
+
+
+class DrawsInABlock(Positioned):
+    """Shuffles blocks by a generator in a list; its state has the order of the block that it is in."""
+
+    order: Any = None
+
+    def __init__(self) -> None:
+        self.held: Any = [random.Random(0)]
+
+    def generator(self) -> random.Random:
+        return self.held[0]
+
+    def stage(self) -> Iterator[int]:
+        first, self.loaded = self.loaded, 0
+        for self.at in range(first, NUMBERS):
+            if self.at % 10 == 0:
+                self.order = self.generator().sample(range(10), 10)
+            yield self.at // 10 * 10 + self.order[self.at % 10]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.order = state["order"]
+
+
+class OfADict(DrawsInABlock):
+    def __init__(self) -> None:
+        self.held = {"order": random.Random(0)}
+
+    def generator(self) -> random.Random:
+        return self.held["order"]
+
+
+class OfAnObjectInAList(DrawsInABlock):
+    def __init__(self) -> None:
+        self.held = [Draws()]
+
+    def generator(self) -> random.Random:
+        return self.held[0].generator
+
+
+class Net(torch.nn.Module):
+    """A module with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(0)
+
+
+class OfAModule(DrawsInABlock):
+    def __init__(self) -> None:
+        self.held = Net()
+
+    def generator(self) -> random.Random:
+        return self.held.generator
+
+
+class OfAVariable(DrawsInABlock):
+    def __init__(self) -> None:
+        OUTSIDE.seed(0)
+
+    def generator(self) -> random.Random:
+        return OUTSIDE
+
+
+IN_CONTAINERS = {
+    DrawsInABlock: "held.0",
+    OfADict: "held.order",
+    OfAnObjectInAList: "held.0.generator",
+    OfAModule: "held.generator",
+    OfAVariable: "__init__.OUTSIDE",
+}
+
+
+@pytest.mark.parametrize("kind", IN_CONTAINERS, ids=lambda kind: kind.__name__)
+# Within the last block of a pass, and at its end.
+@pytest.mark.parametrize("steps", [18, 20])
+def test_a_generator_in_a_container_that_a_state_leaves_out_is_warned_of_once_drawn_from(
+    tmp_path: Path, kind: Any, steps: int
+) -> None:
+    def make() -> Any:
+        return DataLoader(kind(), batch_size=2)
+
+    ended(tmp_path / "x.ckpt", make, run=train_alone, max_steps=steps)
+    named = f"does not hold what it held before the stop in {kind.__name__}.{IN_CONTAINERS[kind]}"
+    with pytest.warns(StatefulWarning, match=named):
+        train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=2)
+
+
+class Restores(DrawsInABlock):
+    """Its state has where the generator stands; another one is there that nobody draws from, and one for each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held += [random.Random()]
+        self.of_pass: list[random.Random] = []
+
+    def stage(self) -> Iterator[int]:
+        self.of_pass = [random.Random(0)]
+        self.of_pass[0].random()
+        return super().stage()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "generator": self.generator().getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.generator().setstate(state["generator"])
+
+
+@pytest.mark.parametrize("steps", [13, 18, 20, 33])
+def test_a_generator_in_a_container_that_a_state_restores_or_nobody_draws_from_is_not_named(
+    tmp_path: Path, steps: int
+) -> None:
+    def make() -> Any:
+        return DataLoader(Restores(), batch_size=2)
+
+    whole = train_alone(make, max_epochs=3)
+    before = ended(tmp_path / "x.ckpt", make, run=train_alone, max_steps=steps)
+    after = train_alone(make, ckpt_path=tmp_path / "x.ckpt", max_epochs=3)
+    assert batches(before.ledger + after.ledger) == batches(whole.ledger)
+
+
 class Whole(Positioned):
     """Leaves nothing out: its stages hold what follows from where they stand."""
 
