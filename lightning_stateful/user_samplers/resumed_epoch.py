@@ -147,7 +147,7 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
     if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
         return before
     now = sequence_now(order, order.sequence)
-    if begun.is_within and before and now not in before and _is_noted_here(order):
+    if begun.is_within and before and now not in before and is_noted_here(order):
         warn(
             f"{order.name} goes on with an epoch that was begun when it would have yielded something else than it does "
             "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "
@@ -158,7 +158,7 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
     return (now,)
 
 
-def _is_noted_here(order: UserSampler) -> bool:
+def is_noted_here(order: UserSampler) -> bool:
     """Whether a state holds digests of this rank's sampler: rank 0 writes it, and ranks may have their own."""
     return not (order.dealing.is_own and detect_topology().rank)
 
@@ -174,7 +174,7 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
         order: The sampler, which something else than its passes had changed.
         held: What :func:`held_by` gave where the epoch began.
     """
-    if not _is_noted_here(order):
+    if not is_noted_here(order):
         return
     now = held_by(order.sampler)
     if others := sorted(name for name, was in held.items() if now.get(name, was) != was):
