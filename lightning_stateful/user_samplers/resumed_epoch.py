@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError, some_of
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
@@ -144,7 +145,9 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
         StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
     """
     before: tuple[str, ...] = order.memory.begins_as
-    if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
+    if order.is_known or not order.is_trained_on:
+        return before
+    if not (before or is_changed or reads_training(order) or _holds_epoch(order, begun.label[0])):
         return before
     now = sequence_now(order, order.sequence)
     if begun.is_within and before and now not in before and is_noted_here(order):
@@ -156,6 +159,14 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
             "state_dict and load_state_dict, of its plan and position alone."
         )
     return (now,)
+
+
+def _holds_epoch(order: UserSampler, epoch: int) -> bool:
+    """Whether hooks have set the number of the epoch on a sampler that is not told it, and nothing else."""
+    if order.has_set_epoch or not epoch:
+        return False
+    begun, at_first = (digest_of_contents(order.sampler, order.dataset, epoch=number) for number in (epoch, 0))
+    return begun == order.facts.contents != at_first
 
 
 def is_noted_here(order: UserSampler) -> bool:
