@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError, some_of
+from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
@@ -144,10 +145,12 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
         StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
     """
     before: tuple[str, ...] = order.memory.begins_as
-    if order.is_known or not (order.is_trained_on and (before or is_changed or reads_training(order))):
+    if order.is_known or not order.is_trained_on:
+        return before
+    if not (before or is_changed or reads_training(order) or _holds_epoch(order, begun.label[0])):
         return before
     now = sequence_now(order, order.sequence)
-    if begun.is_within and before and now not in before and _is_noted_here(order):
+    if begun.is_within and before and now not in before and is_noted_here(order):
         warn(
             f"{order.name} goes on with an epoch that was begun when it would have yielded something else than it does "
             "here: it follows from what training changes, such as losses, weights or a count of steps. A resume within "
@@ -158,7 +161,15 @@ def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tu
     return (now,)
 
 
-def _is_noted_here(order: UserSampler) -> bool:
+def _holds_epoch(order: UserSampler, epoch: int) -> bool:
+    """Whether hooks have set the number of the epoch on a sampler that is not told it, and nothing else."""
+    if order.has_set_epoch or not epoch:
+        return False
+    begun, at_first = (digest_of_contents(order.sampler, order.dataset, epoch=number) for number in (epoch, 0))
+    return begun == order.facts.contents != at_first
+
+
+def is_noted_here(order: UserSampler) -> bool:
     """Whether a state holds digests of this rank's sampler: rank 0 writes it, and ranks may have their own."""
     return not (order.dealing.is_own and detect_topology().rank)
 
@@ -174,7 +185,7 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
         order: The sampler, which something else than its passes had changed.
         held: What :func:`held_by` gave where the epoch began.
     """
-    if not _is_noted_here(order):
+    if not is_noted_here(order):
         return
     now = held_by(order.sampler)
     if others := sorted(name for name, was in held.items() if now.get(name, was) != was):

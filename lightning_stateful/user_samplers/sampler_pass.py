@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 import warnings
-from array import array
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import GeneratorType
 from typing import Any
-
-import numpy as np
-import torch
 
 from lightning_stateful.errors import (
     Difference,
@@ -26,20 +21,16 @@ from lightning_stateful.errors import (
     StatefulWarning,
     StateMismatchError,
 )
-from lightning_stateful.generators.attributes import PLAIN
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import post, posted
 from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
 from lightning_stateful.user_samplers.sampler_trial import has_come_from
+from lightning_stateful.user_samplers.taken_items import KEPT_NOTES, NUM_LATEST, TakenItems, kept, snapshot
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
 # Others are noted at the items 0, 1, 2, 4, 8 and so on, then at the multiples of this.
 _DIGEST_STRIDE = 1024
-# Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
-_KEPT_NOTES = 512
-# Samples before the present one of which a digest is taken when a state is asked for; of whole batches it is one.
-_NUM_LATEST = 64
 # Notes that other ranks see, where each iterates its own.
 _NUM_POSTED = 16
 # Seconds from which on the cost of fast-forwarding is worth a word.
@@ -78,9 +69,12 @@ class SamplerPass:
         is_assumed: Whether a state has been taken that counts on that.
         listed: Items of the epoch, where Lightning alone would list all of them; else None.
         held: Digests of what the sampler held where the epoch began that a resume begins with, if they are known.
+        ahead: First, end and digest of items that an earlier run had taken ahead of its state, until this pass has as
+            well; empty for none.
     """
 
     drawn: int
+    ahead: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -99,8 +93,7 @@ class SamplerPass:
         self._order, self._epoch, self._first, self._earlier, self._since = order, epoch, first, earlier, since
         self._expected = noted[:3] or (0, "", None)
         self._expected_latest = noted[3] if len(noted) > 3 else None
-        # Items that were taken, each time with the index behind them; of whole batches the last.
-        self._taken: deque[tuple[int, list[Any]]] = deque(maxlen=_KEPT_NOTES)
+        self._taken = TakenItems()
         # The next item of which a note is taken.
         self._noted_next = 0
         self.goes_on = self.is_assumed = False
@@ -112,7 +105,7 @@ class SamplerPass:
         self._ready: list[Any] = []
         self._copies = False
         self._failure: Exception | None = None
-        self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
+        self._notes: deque[list[Any]] = deque(maxlen=KEPT_NOTES)
 
     @property
     def has_state(self) -> bool:
@@ -146,7 +139,7 @@ class SamplerPass:
         if self._ready or self.end is not None or self._failure is not None or iterated is None:
             return
         iterator, copies, block, append = self._iterator, self._copies, iterated.entered(), self._taken.append
-        left, source = left_of_kept(iterator), map(_kept, iterator) if copies else iterator
+        left, source = left_of_kept(iterator), map(kept, iterator) if copies else iterator
         is_one = count == 1
         if self.drawn > self._noted_next:
             self._noted_next = self._next_note(self.drawn)
@@ -177,7 +170,9 @@ class SamplerPass:
                     self.end = self.drawn
                     self._note_end()
                 return
-            append((self.drawn, items if type(items[-1]) is int else _snapshot(items)))
+            append((self.drawn, items if type(items[-1]) is int else snapshot(items)))
+            if self.ahead:
+                self._compare_ahead()
             yield items
 
     def leave(self) -> None:
@@ -211,13 +206,15 @@ class SamplerPass:
         drawn, latest = self._taken[-1] if self._taken else (0, [])
 
         def is_latest(item: Any) -> bool:
-            return drawn != self.drawn or bool(_snapshot([item])[-1] == latest[-1])
+            return drawn != self.drawn or bool(snapshot([item])[-1] == latest[-1])
 
         return not has_come_from(order, self.label, note[0], note[2], self.drawn - note[0], is_latest)
 
     def _note_end(self) -> None:
         order = self._order
         order.memory.note_end(order, self)
+        if self.ahead:
+            self._compare_ahead()
         if self._tells_no_length:
             self._compare_ends()
 
@@ -245,8 +242,32 @@ class SamplerPass:
         """The next ``count`` items, which have to be ready."""
         ready = self._ready
         taken, self._ready = (ready, []) if len(ready) == count else (ready[:count], ready[count:])
-        self._taken.append((self.drawn - len(self._ready), taken if type(taken[-1]) is int else _snapshot(taken)))
+        self._taken.append((self.drawn - len(self._ready), taken if type(taken[-1]) is int else snapshot(taken)))
+        if self.ahead:
+            self._compare_ahead()
         return taken
+
+    def taken_ahead(self, index: int) -> list[Any]:
+        """First, end and digest of the items that were taken from ``index`` on, or else in an earlier run."""
+        found = self._taken.between(index, self._taken[-1][0]) if self._taken else []
+        # A resumed run that saves before its first batch may not have come as far.
+        return [*self.ahead] if self.ahead and self.ahead[0] == index else found
+
+    def _compare_ahead(self) -> None:
+        """Warn where items that an earlier run had taken ahead of its state are others here, once all are taken."""
+        first, end, saved = self.ahead
+        has_ended = self.end is not None and self.end < end
+        if not has_ended and (not self._taken or self._taken[-1][0] < end):
+            return
+        self.ahead, found = (), self._taken.between(first, end)
+        if has_ended or (found[:2] == [first, end] and found[2] != saved):
+            self._order.memory.warn_once(
+                f"{self._order.name} yields others at items {first} to {end - 1} of epoch {self._epoch} here than in "
+                "the run that wrote the checkpoint, which had drawn these by then, ahead of training. So the resume is "
+                "not exact. If they follow from what training or a hook changes meanwhile, let that take effect from "
+                "the next epoch on, or let them follow from the epoch alone; else build it as it was.",
+                once="ahead",
+            )
 
     def noted_before(self, index: int) -> list[Any]:
         """The latest note of an earlier item, for a progress at ``index``, with a digest of the items before that.
@@ -254,18 +275,7 @@ class SamplerPass:
         Empty if there is none.
         """
         note = next((note for note in reversed(self._notes) if note[0] < index), None)
-        return [] if note is None else [*note, self._latest_before(index, note[0] if self.has_states else 0)]
-
-    def _latest_before(self, index: int, least: int) -> list[Any] | None:
-        """First, end and digest of up to 64 items before ``index``; None where it is not between two steps."""
-        found: list[Any] = []
-        for end, taken in reversed(self._taken):
-            if end == index - len(found):
-                found = [*taken, *found]
-                if len(found) >= _NUM_LATEST or not isinstance(taken[-1], _INTEGERS):
-                    break
-        first = max(index - len(found), index - _NUM_LATEST, least)
-        return [first, index, digest(found[first - index :])] if first < index else None
+        return [] if note is None else [*note, self._taken.latest_before(index, note[0] if self.has_states else 0)]
 
     def noted_by_ranks(self, index: int) -> list[list[Any]]:
         """The latest notes of an earlier item that all ranks have posted, where each iterates its own sampler."""
@@ -341,19 +351,19 @@ class SamplerPass:
 
     def _drop(self, iterated: IteratedSampler, end: int) -> None:
         """Let the sampler yield what comes before an item, and remember what is just before it."""
-        kept: list[Any] = []
-        for until, into in ((max(end - _NUM_LATEST, 0), None), (end, kept)):
+        latest: list[Any] = []
+        for until, into in ((max(end - NUM_LATEST, 0), None), (end, latest)):
             while self.drawn < until and self.end is None:
                 self._pull(iterated, until - self.drawn, into)
-        if kept:
-            self._taken.append((self.drawn, _snapshot(kept)))
+        if latest:
+            self._taken.append((self.drawn, snapshot(latest)))
 
     def _compare_latest(self) -> None:
         """Compare the items just before a state of an earlier run, unless its note has differed already."""
         if self._expected_latest is None:
             return
         first, end, saved = self._expected_latest
-        found = self._latest_before(end, first)
+        found = self._taken.latest_before(end, first)
         if self.drawn == end and found is not None and found[2] != saved:
             self._differs(first, saved, found[2])
 
@@ -388,7 +398,7 @@ class SamplerPass:
         items, before = islice(self._iterator, wanted), len(into)
         try:
             # What a sampler yielded before it failed stays.
-            into.extend(map(_kept, items) if self._copies else items)
+            into.extend(map(kept, items) if self._copies else items)
         finally:
             self.drawn += len(into) - before
         return into[-1] if into else _END
@@ -459,30 +469,3 @@ def next_digest_index(index: int) -> int:
     if index >= _DIGEST_STRIDE:
         return -(-index // _DIGEST_STRIDE) * _DIGEST_STRIDE
     return index if index < 2 else 1 << (index - 1).bit_length()
-
-
-def _snapshot(items: list[Any]) -> list[Any]:
-    """Indices; of other items the last one as it is now, though its sampler may change it later."""
-    last = items[-1]
-    kind = type(last)
-    # Batches are mostly of indices alone, which show at both ends.
-    if (kind is list or kind is tuple) and last and type(last[0]) is type(last[-1]) is int:
-        return [tuple(last)]
-    if isinstance(last, _INTEGERS):
-        return items
-    if kind not in (tuple, list):
-        return [last if kind is str else digest(last)]
-    return [tuple(last) if PLAIN.issuperset(map(type, last)) else digest(last)]
-
-
-_INTEGERS = (int, np.integer)
-# Containers that a sampler may fill again after it has yielded them; of another object nothing is known.
-_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray, np.ndarray, torch.Tensor)
-
-
-def _kept(batch: Any) -> Any:
-    """Copy a batch, so that it stays as it was yielded: a sampler may fill the very container again."""
-    # The common case at the speed of a list: batches hold things of one kind.
-    if type(batch) is list and (not batch or isinstance(batch[0], _INTEGERS)):
-        return batch.copy()
-    return copy.deepcopy(batch) if isinstance(batch, _CONTAINERS) else batch

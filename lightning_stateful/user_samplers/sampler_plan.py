@@ -20,6 +20,7 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
+from lightning_stateful.user_samplers.resumed_epoch import is_noted_here
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by
 
@@ -138,6 +139,8 @@ class SamplerEpochPlan:
         since = self._begun.details.get("since")
         self._latest = walk = SamplerPass(order, self.epoch, begun.cycle, begun.consumed, noted, earlier, since)
         walk.held = self._begun.details.get("held", {})
+        if order.is_trained_on and is_noted_here(order) and not {"sequence", "nondeterministic"} & {*order.accept}:
+            walk.ahead = self._begun.details.get("ahead") or ()
         if self._is_listed:
             walk.listed, walk.goes_on = self._length, True
         steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
@@ -190,7 +193,9 @@ class SamplerEpochPlan:
             return {"held": held} if held else {}
         began = loaded.get("began") if latest is None else next(iter(order.memory.begins_as), "")
         is_changed = latest.is_changed_by_others() if latest is not None and served else begun.details.get("changed")
-        return {**({"began": began} if began else {}), **({"changed": True} if is_changed else {})}
+        ahead = loaded.get("ahead") if latest is None else latest.taken_ahead(begun.consumed + served)
+        found = {"began": began, "changed": bool(is_changed), "ahead": ahead}
+        return {name: value for name, value in found.items() if value}
 
     def passes_if_unread(self) -> list[list[int]] | None:
         """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""

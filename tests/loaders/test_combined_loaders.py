@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from support.orders import but_ahead
 from support.samplers import BatchesWithoutLen, GlobalRandom, ShuffledBatches
 
 from lightning_stateful.core import Progress
@@ -58,7 +59,9 @@ def at(loaders: CombinedLoaders, path: str, epoch: int, step: int) -> Served:
     plan, own_step = loaders.plan_at(path, epoch, step)
     if own_step == plan.num_steps:
         return None
-    return plan.progress_after(own_step), next(plan.batches(loaders.loaders[path].topology.rank, own_step))[1]
+    return but_ahead(plan.progress_after(own_step)), next(plan.batches(loaders.loaders[path].topology.rank, own_step))[
+        1
+    ]
 
 
 def consumed(loaders: CombinedLoaders, path: str, epoch: int, steps: int) -> list[tuple[int, int] | None]:

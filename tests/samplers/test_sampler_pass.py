@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import samplers as theirs
-from support.orders import through_json
+from support.orders import but_ahead, through_json
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_stateful import patch_dataloader
@@ -248,11 +248,13 @@ class TestDigests:
             with pytest.raises(StateMismatchError, match=r"sequence at item \d+: .*Listed no longer yields"):
                 items_of(order(latest), 0, progress)
 
-            assert items_of(order(latest + 1), 0, progress)[0] != items_of(order(), 0, progress)[0]
+            with pytest.warns(StatefulWarning, match=f"yields others at items {latest + 1} to .*So the resume is not"):
+                others = items_of(order(latest + 1), 0, progress)
+            assert others[0] != items_of(order(), 0, progress)[0]
             again = order().plan(0, 1, progress)
             list(islice(again.batches(0), 2))
             assert again.progress_after(0) == progress
-            assert again.progress_after(1) == through_json(plan.progress_after(steps + 1))
+            assert but_ahead(again.progress_after(1)) == but_ahead(through_json(plan.progress_after(steps + 1)))
 
     def test_what_changed_behind_a_stop_in_the_first_epoch_is_refused_by_its_configuration(self) -> None:
         first, same, other = (order_of(changed(*items)).config() for items in ((), (), (199,)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.orders import but_ahead
 from support.samplers import ShuffledBatches, WithoutLen
 
 from lightning_stateful.bucketing import BucketOrder, Buckets, Budget
@@ -197,7 +198,7 @@ class TestSetEpoch:
         list(passing(fresh))
         fresh.set_epoch(0)
 
-        assert fresh.progress_after(1) == expected
+        assert but_ahead(fresh.progress_after(1)) == but_ahead(expected)
         assert fresh.state_dict() == a_tracker(order).state_dict()
         assert list(passing(fresh)) == epochs(order, 1)[0]
 

@@ -14,7 +14,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -79,6 +79,11 @@ class Served:
 def through_json(progress: Progress) -> Progress:
     """A progress as a checkpoint gives it back."""
     return Progress.from_dict(json.loads(json.dumps(progress.to_dict())))
+
+
+def but_ahead(progress: Progress) -> Progress:
+    """A progress without what it says of items that were drawn ahead of it."""
+    return replace(progress, details={name: value for name, value in progress.details.items() if name != "ahead"})
 
 
 def serve(

@@ -387,3 +387,37 @@ def test_nothing_is_said_where_what_was_set_is_restored_twice(tmp_path: Path, mo
     second, said_again = fit(Weighted, tmp_path, STEPS + 3)
     assert (first, second) == (whole[STEPS:], whole[STEPS + 3 :])
     assert said == said_again == []
+
+
+class BySetEpoch(Plans):
+    """Follows an attribute ``epoch``, which hooks set."""
+
+    def __init__(self, model: Any) -> None:
+        self.epoch = 0
+
+    def level(self) -> int:
+        return self.epoch
+
+
+class SetsEpoch(Learns):
+    """Sets the epoch of its sampler behind each epoch, and before training; saves within epochs."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 < STEPS:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        self.sampler.epoch = self.current_epoch
+
+    def on_train_epoch_end(self) -> None:
+        self.sampler.epoch = self.current_epoch + 1
+
+
+@pytest.mark.parametrize("step", [2, STEPS + 2, 2 * STEPS + 4])
+def test_nothing_is_said_where_hooks_set_the_epoch_of_a_sampler_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setitem(globals(), "Learns", SetsEpoch)
+    whole, said = fit(BySetEpoch, tmp_path, about="BySetEpoch")
+    assert said == []
+    assert fit(BySetEpoch, tmp_path, step, about="BySetEpoch") == (whole[step:], [])

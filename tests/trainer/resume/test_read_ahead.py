@@ -1,7 +1,9 @@
-"""A loader without length is read one batch ahead: what samples follow in each step is named on a resume."""
+"""What is read ahead of training: one batch of a loader without length, and items of samplers by workers."""
 
 from __future__ import annotations
 
+import collections
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,74 @@ def test_a_hook_that_looks_at_a_batch_before_training_gets_one_and_a_resume_warn
         looks, _ = fit(tmp_path / "x.ckpt")
     assert looks.seen[:, 0].allclose(torch.arange(4) / 100)
     assert len(looks.trained) == 6
+
+
+class Replays(Sampler[Any]):
+    """Random samples, or batches, and in place of some of them what a hook has put aside."""
+
+    def __init__(self, size: int | None) -> None:
+        self.aside, self.size = collections.deque[int](), size
+
+    def __len__(self) -> int:
+        return 64 if self.size is None else 64 // self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(64).tolist()
+        for place in range(4, 64, 5):
+            order[place : place + 1] = [None]
+        items = (self.aside.popleft() if item is None and self.aside else item or 0 for item in order)
+        if self.size is None:
+            yield from items
+        else:
+            yield from ([next(items) for _ in range(self.size)] for _ in range(len(self)))
+
+
+class PutsAside(pl.Callback):
+    """Puts samples aside, and keeps them in its state."""
+
+    def __init__(self, sampler: Replays, puts: bool) -> None:
+        self.sampler, self.puts, self.kept = sampler, puts, list[int]()
+        self.trained: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+        if self.puts and index % 2:
+            self.sampler.aside.append(int(batch[-1, 0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"aside": [*self.sampler.aside]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["aside"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.sampler.aside.extend(self.kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*than when it was tried before training")
+@pytest.mark.parametrize("size", [None, 4], ids=["samples", "batches"])
+@pytest.mark.parametrize(("puts", "num_workers"), [(True, 2), (False, 2), (False, 0)])
+def test_items_that_workers_had_been_given_ahead_of_a_stop_are_named_where_they_are_others(
+    tmp_path: Path, size: int | None, puts: bool, num_workers: int
+) -> None:
+    def fit(path: Path | None = None, max_steps: int = -1) -> tuple[list[list[int]], Any, list[str]]:
+        sampler = Replays(size)
+        sets = PutsAside(sampler, puts)
+        how: Any = {"sampler": sampler, "batch_size": 4} if size is None else {"batch_sampler": sampler}
+        trainer = quiet_trainer(
+            StatefulDataCallback(seed=0), sets, max_epochs=1, max_steps=max_steps, limit_val_batches=0
+        )
+        data = torch.arange(64.0)[:, None].expand(64, 32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(BoringModel(), DataLoader(data, num_workers=num_workers, **how), ckpt_path=path)
+        said = [str(one.message) for one in caught if issubclass(one.category, StatefulWarning)]
+        return sets.trained, trainer, [one for one in said if "yields others" in one]
+
+    whole, _, said = fit()
+    assert said == []
+    before, stopped, _ = fit(max_steps=3)
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    after, _, said = fit(tmp_path / "x.ckpt")
+    assert (before + after == whole) == (not puts)
+    assert ["Replays yields others at items" in one for one in said] == [True] * puts
