@@ -108,7 +108,8 @@ class StateMismatchError(StateError):
     """
 
     def __init__(self, differences: list[Difference], *, where: str = "the state") -> None:
-        self.differences: list[Difference] = list(differences)
+        # Of another number of ranks others follow.
+        self.differences: list[Difference] = sorted(differences, key=lambda one: one.path.rpartition(".")[2] != "ranks")
         self.where = where
         super().__init__("\n".join(self.lines))
 

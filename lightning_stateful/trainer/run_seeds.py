@@ -242,7 +242,9 @@ def _remedy(trainer: pl.Trainer, seed: int | None, difference: Difference) -> st
             "train_dataloader is called anew for an epoch (reload_dataloaders_every_n_epochs): let the samples that it "
             "chooses follow from self.trainer.current_epoch; or restore what it reads before the loaders are built, in "
             "load_state_dict of the data module or on_load_checkpoint of the LightningModule; or accept the change "
-            f"with accept=({difference.path!r},)."
+            f"with accept=({difference.path!r},). If it is restored, and the run was stopped within the epoch "
+            "(should_stop, max_steps), on_train_epoch_end may have changed it before the save: resume from a "
+            "checkpoint that was written as a batch ended."
         )
     if "dataset" in names:
         return (
