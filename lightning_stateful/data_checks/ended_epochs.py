@@ -19,6 +19,7 @@ from lightning_stateful.data_checks.dataset_settings import builder_of
 from lightning_stateful.generators.attributes import attributes_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import epoch_set_to, is_rebuilt_next
+from lightning_stateful.loops.other_callbacks import metrics_set_to
 from lightning_stateful.loops.saved_progress import LoopProgress
 
 T = TypeVar("T")
@@ -61,7 +62,8 @@ def build_as_of(
             one.keep_changed()
         return found
 
-    with epoch_set_to(trainer, max(progress.train_reload_epoch, 0)):
+    # A module may choose samples by what was logged, as by the loss of a validation.
+    with epoch_set_to(trainer, max(progress.train_reload_epoch, 0)), metrics_set_to(trainer, saved.get("metrics", {})):
         built = build(asked)
 
     def undo() -> None:

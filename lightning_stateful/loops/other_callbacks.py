@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,19 @@ def monitors(trainer: pl.Trainer) -> set[str]:
     names = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer)}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return {name for name in names if isinstance(name, str)}
+
+
+@contextmanager
+def metrics_set_to(trainer: pl.Trainer, metrics: Mapping[str, float]) -> Iterator[None]:
+    """Have ``trainer.callback_metrics`` hold saved values, too, where it has no newer ones."""
+    known = _dicts_of_metrics(trainer)["callback_metrics"]
+    before = dict(known)
+    restore_metrics(trainer, metrics)
+    try:
+        yield
+    finally:
+        known.clear()
+        known.update(before)
 
 
 def restore_metrics(

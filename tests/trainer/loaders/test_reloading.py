@@ -76,6 +76,41 @@ def test_a_pool_that_grows_between_epochs_resumes_where_its_loader_is_built_anew
         assert batches(resumed, epoch) == batches(whole, epoch)
 
 
+class ByLoss(pl.LightningDataModule):
+    """Chooses the samples of an epoch by the loss of the latest validation."""
+
+    def train_dataloader(self) -> Any:
+        loss = float(self.trainer.callback_metrics.get("val_loss", 0.0))  # type: ignore[union-attr]  # it has one
+        return DataLoader(Subset(Numbers(50), Random(loss).sample(range(50), 8)), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(4), batch_size=2)
+
+
+class Validated(LedgerModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch["x"]).square().mean())
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(1, 2), (2, 1)])
+def test_so_does_one_that_chooses_samples_by_what_was_logged(tmp_path: Path, epoch: int, step: int) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (epoch, step - 1):
+            trainer.save_checkpoint(path)
+
+    def run(ckpt_path: Path | None = None) -> Any:
+        saves = LambdaCallback(on_train_batch_end=save)
+        options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "ckpt_path": ckpt_path}
+        return train_alone(ByLoss, callbacks=[saves], model=seeded(Validated, 1), limit_val_batches=1.0, **options)
+
+    whole = run().ledger
+    resumed = run(path).ledger
+    assert batches(resumed, epoch) == batches(whole, epoch)[step:]
+    assert batches(resumed, 2) == batches(whole, 2)[step if epoch == 2 else 0 :]
+
+
 class Subsets(PlainData):
     """Draws the subset of an epoch from a generator of its own, which nothing saves."""
 
