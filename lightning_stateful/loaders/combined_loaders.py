@@ -260,9 +260,10 @@ class CombinedLoaders:
             now = loader.tracker.state_dict(loader.plan(epoch).progress_after(0))
             changed = format_.differences(state, now, accept=loader.accept, fingerprints=False)
             if changed:
-                found = " ".join(map(str, changed))
+                named = f"Loader {path!r}" if path else "The training loader"
+                found = ", ".join(f"{one.path} was {one.saved!r} and is {one.present!r}" for one in changed)
                 warnings.warn(
-                    f"Loader {path!r} is another than before, so it begins anew with epoch {epoch}: {found}",
+                    f"{named} is another than before, so it begins anew with epoch {epoch}: {found}.",
                     StatefulWarning,
                     stacklevel=2,
                 )
