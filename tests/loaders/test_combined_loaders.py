@@ -374,4 +374,4 @@ def test_loaders_that_are_not_dealt_out_hold_what_determines_them_on_every_rank(
 
     assert states[0] == states[1]
     assert states[0]["config"]["dataset"]["length"] == [8, 9]
-    assert [path for path, _, _ in refused(make(0, 3, [8, 9, 9]), states[0])] == ["dataset.length", "ranks"]
+    assert [path for path, _, _ in refused(make(0, 3, [8, 9, 9]), states[0])] == ["ranks", "dataset.length"]
