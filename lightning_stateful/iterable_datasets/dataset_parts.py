@@ -24,6 +24,7 @@ from lightning_stateful.generators.attributes import (
     closure_of,
     defaults_of_class,
     function_in,
+    is_data,
     is_lightnings,
     is_users,
     names_in,
@@ -92,6 +93,14 @@ def _parts_of_loader(loader: Any) -> list[Any]:
     sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
     found = [loader.dataset, sampler, getattr(collate, "__self__", collate)]
     return [part for part in found if not isinstance(part, (FunctionType, BuiltinFunctionType))]
+
+
+def holds_data_alone(dataset: Any) -> bool:
+    """Whether a dataset, and those in it, hold but plain values, arrays and containers of plain values."""
+    held = [value for part in parts_of(dataset) for value in attributes_and_defaults(part).values()]
+    containers = [value for value in held if type(value) in (*GROWING, tuple)]
+    others = [value for value in held if type(value) not in (*OF_DATA, tuple) and not isinstance(value, Dataset)]
+    return not others and all(is_data(one.values() if isinstance(one, dict) else one) for one in containers)
 
 
 def digest_of_dataset(dataset: Any) -> str:

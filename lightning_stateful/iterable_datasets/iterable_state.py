@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_stateful.errors import PositionError, StatefulWarning
+from lightning_stateful.iterable_datasets.dataset_parts import holds_data_alone
 from lightning_stateful.iterable_datasets.iterable_task import FRESH, IterableTask
 from lightning_stateful.iterable_datasets.iterables import IterableConfig
+from lightning_stateful.iterable_datasets.pass_history import is_moved_in
 from lightning_stateful.iterable_datasets.rank_draws import ALL_KINDS
 from lightning_stateful.shapes import COUNT, EPOCH, RANKS, SET_ON_RANK, Either, check_shape, refuse_unless
 from lightning_stateful.state import copy_plain
@@ -88,8 +90,12 @@ class IterableState:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something of the pass was served, or one before has left something that it depends on."""
-        return bool(self.steps) or any(slot and (slot["ended"] or slot["passes"]) for slot in self.slots)
+        """Whether something of the pass was served, or one before has left something that it may depend on."""
+        before = [slot for slot in self.slots if slot and (slot["ended"] or slot["passes"])]
+        if self.steps or any(slot["ended"] or is_moved_in(slot) for slot in before):
+            return True
+        # Passes that have changed nothing may have moved on what cannot be looked at, such as an open file.
+        return bool(before) and not holds_data_alone(self.config.dataset)
 
     def on(self, num_replicas: int, num_workers: int) -> IterableState:
         """The beginning of the pass on other ranks and workers.

@@ -48,6 +48,11 @@ INEXACT = f"the resume is not exact. {LEFT_OUT}"
 PERHAPS = f"that pass is over, so the resume is exact if later passes do not depend on that. {LEFT_OUT}"
 
 
+def is_moved_in(state: Mapping[str, Any]) -> bool:
+    """As :attr:`PassHistory.is_moved`, of a state that :meth:`PassHistory.noted` is part of."""
+    return bool(state["changes"] or state["draws"] or state.get("begins") or state.get("outside"))
+
+
 class PassHistory(list[int]):
     """The passes over a dataset in this process: of each the batches read, or ``-1 - batches`` of one that ended.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -432,3 +433,25 @@ def test_a_dataset_that_another_loader_has_read_to_its_end_is_put_back_as_in_tor
     resumed.load_state_dict(state)
 
     assert (read + left, [*resumed]) == ([*range(1, 10)], left)
+
+
+class Held(Numbers):
+    """Holds something that is no plain value, and may move on unseen."""
+
+    def __init__(self) -> None:
+        self.held = memoryview(b"1")
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Numbers, False), (Counts, True), (Held, True)])
+def test_other_workers_behind_an_epoch_are_warned_of_where_a_pass_may_follow_from_the_one_before(
+    kind: Any, is_told: bool
+) -> None:
+    whole = patched(kind, "no workers")
+    list(whole)
+    whole.set_epoch(1)
+    state = whole.state_dict()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = patched(kind, "fresh workers")
+        resumed.load_state_dict(state)
+    assert ["they begin pass 1 as the first" in str(one.message) for one in caught] == [True] * is_told
