@@ -129,6 +129,7 @@ INTERNALS = {
     "fit_loop.epoch_loop._results.update_metrics": "to add what a resumed epoch logs to what it had summed up",
     "fit_loop.epoch_loop._should_check_val_fx": "to know whether a validation follows the batch",
     "fit_loop.epoch_loop._skip_next_val": "to leave out a validation that was run before the stop",
+    "fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad": "to know whether lost gradients are cleared",
     "fit_loop.epoch_loop.advance": "to stop a run after the validation that is due, and count batches that steps fetch",
     "fit_loop.epoch_loop.max_steps": "to finish an epoch whose last step is taken",
     "fit_loop.epoch_loop.on_advance_end": "to let signals wait for the end of a batch",

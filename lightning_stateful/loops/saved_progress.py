@@ -84,6 +84,7 @@ _PARTS = {
     "settings": {str: str},
     "steps": {"gradients?": [COUNT], "stepped?": (COUNT, COUNT)},
     "gradients": [str],
+    "zero_gradients": [str],
     "last_gradients": {str: object},
     "counted": {str: str},
     "missed": [str],

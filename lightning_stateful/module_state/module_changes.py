@@ -110,6 +110,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     passing_values.end_watching(trainer)
     counted_batches.end_watching(trainer)
     later_hooks.end_watching(trainer)
+    optimizer_steps.end_restoring(trainer)
     for name in ("_buffers", "_weights", _NAMED, _OUTSIDE, _SAVES_WITHIN, _RUN_END):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:

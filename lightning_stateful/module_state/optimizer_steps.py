@@ -12,16 +12,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.loops.lightning import StochasticWeightAveraging, pl
 from lightning_stateful.loops.loop_progress import STEPPED_IN, epoch_set_to, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
 from lightning_stateful.module_state import manual_steps
+from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 # Kept with the loop.
 _HOOK = "_step_hook"
+# Lightning's method that calls the module's optimizer_zero_grad.
+_ZERO_GRAD = "_optimizer_zero_grad"
 
 
 def watch_steps(trainer: pl.Trainer) -> None:
@@ -70,6 +75,7 @@ def gradients(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
     Returns:
         ``gradients``: names of the parameters that have some, where the module's own ``optimizer_zero_grad`` may set
         zeros: an optimizer goes on moving a parameter whose gradient is zero, and leaves one alone that has none.
+        ``zero_gradients``: which of these are zero.
         ``last_gradients``: by parameter, those that StochasticWeightAveraging has a step taken on once more.
     """
     module = trainer.lightning_module
@@ -79,6 +85,8 @@ def gradients(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if named and type(module).optimizer_zero_grad is not pl.LightningModule.optimizer_zero_grad:
         found["gradients"] = list(named)
+        zeros = [name for name, one in named.items() if not one.count_nonzero()]
+        found |= {"zero_gradients": zeros} if zeros else {}
     if named and _comes_to_statistics(trainer, progress):
         found["last_gradients"] = {name: to_plain(one, name, "gradient") for name, one in named.items()}
     return found
@@ -99,6 +107,8 @@ def _comes_to_statistics(trainer: pl.Trainer, progress: LoopProgress) -> bool:
 def restore_gradients(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
     """Give parameters the gradients that :func:`gradients` has kept, and zeros where it has kept names alone.
 
+    The first batch clears these, or it is warned of.
+
     Args:
         trainer: The trainer.
         saved: A state that holds what it returned.
@@ -107,11 +117,49 @@ def restore_gradients(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
         DamagedStateError: It is nothing that it returns.
     """
     names, last = saved.get("gradients", ()), saved.get("last_gradients", {})
+    lost: dict[str, tuple[torch.nn.Parameter, int]] = {}
     for name, parameter in trainer.lightning_module.named_parameters() if names or last else ():
         if name in last:
             parameter.grad = from_plain(last[name]).to(parameter.device)
         elif name in names and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+            if name not in saved.get("zero_gradients", ()):
+                lost[name] = parameter, getattr(parameter.grad, NUM_CHANGES)
+    if lost:
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        vars(loop)[_ZERO_GRAD] = partial(_clear_first, loop, lost)
+
+
+def end_restoring(trainer: pl.Trainer) -> None:
+    """Undo :func:`restore_gradients`, where no batch has begun since."""
+    vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_ZERO_GRAD, None)
+
+
+def _clear_first(loop: Any, lost: dict[str, tuple[torch.nn.Parameter, int]], batch_idx: int, optimizer: Any) -> None:
+    """In place of Lightning's method, once: tell of lost gradients that the module does not clear.
+
+    Warns:
+        StatefulWarning: There are such.
+    """
+    del vars(loop)[_ZERO_GRAD]
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    looked_at: dict[str, Any] = {}
+    for name, (parameter, changes) in lost.items():
+        grad = parameter.grad
+        # Not one that a hook has cleared before.
+        if grad is not None and getattr(grad, NUM_CHANGES) == changes and id(parameter) in stepped:
+            looked_at[name] = grad.fill_(1)
+    loop._optimizer_zero_grad(batch_idx, optimizer)
+    left = [name for name, one in looked_at.items() if one.count_nonzero() and lost[name][0].grad is one]
+    for name in left:
+        looked_at[name].zero_()
+    if left:
+        rank_zero_warn(
+            f"optimizer_zero_grad of the module has left gradients of {some_of(left)} in place in the first batch of "
+            "this resume. What batches before the save had added to them is in no checkpoint, so the resume is "
+            "not exact. Save where the next batch clears them, or let accumulate_grad_batches add them up.",
+            category=StatefulWarning,
+        )
 
 
 def _note_step(trainer: pl.Trainer, *_: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +316,73 @@ def test_zeros_stay_in_place_of_gradients_where_the_module_leaves_them(tmp_path:
     for steps in (4, 11):
         ended(tmp_path / "a.ckpt", run=run, max_steps=steps)
         assert_same_end(run(ckpt_path=tmp_path / "a.ckpt"), run())
+
+
+class ClearsNowAndThen(LedgerModel):
+    """Clears gradients at every second batch, in one way or another."""
+
+    def __init__(self, clear: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.clear = clear
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            self.clear(optimizer)
+
+
+def clear_by_data(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+
+
+CLEARS = {
+    "to none": lambda optimizer: optimizer.zero_grad(),
+    "to zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "by data": clear_by_data,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
+def test_gradients_that_the_module_leaves_to_the_next_batch_are_named_where_the_resume_lacks_them(
+    tmp_path: Path, clear: Any
+) -> None:
+    run = training(partial(ClearsNowAndThen, clear))
+    whole = run(max_epochs=1)
+    for steps in (4, 5):
+        ended(tmp_path / "a.ckpt", run=run, max_steps=steps, limit_val_batches=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed = run(ckpt_path=tmp_path / "a.ckpt", max_epochs=1)
+        said = [str(one.message) for one in caught if "has left gradients of net.0.weight" in str(one.message)]
+        assert len(said) == steps % 2
+    assert not torch.equal(resumed.weights["net.0.weight"], whole.weights["net.0.weight"])
+
+
+class ClearsItself(LedgerModel):
+    """Clears gradients behind its steps, or before its loss."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+        self.before = before
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.before:
+            self.zero_grad(set_to_none=False)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.before:
+            self.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_that_the_module_clears_elsewhere_are_not_named(tmp_path: Path, before: bool) -> None:
+    run = training(partial(ClearsItself, before=before))
+    ended(tmp_path / "a.ckpt", run=run, max_steps=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        assert_same_end(run(ckpt_path=tmp_path / "a.ckpt", max_epochs=1), run(max_epochs=1))
