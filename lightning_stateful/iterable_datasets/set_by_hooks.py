@@ -72,6 +72,8 @@ class SetBetweenPasses:
         # What a checkpoint has, until the first pass begins, and whether it is of a pass that goes on.
         self._expected: dict[str, str] = {}
         self._is_within = self._is_resumed = False
+        # What was set within that pass, which is looked at elsewhere.
+        self._set_within: set[str] = set()
         # Of that, what is to be compared when the next pass begins, and what had been set for that.
         self._next: dict[str, str] = {}
         self._later: dict[str, str] = {}
@@ -109,6 +111,10 @@ class SetBetweenPasses:
         """
         self._expected, self._first = dict(saved.get("set", {})), dict(saved.get("first", {}))
         self._later, self._is_within, self._as_built = dict(saved.get("later", {})), is_within, None
+        self._set_within = {*saved.get("set_within", {}).get("within", ())}
+        if is_within and self._values is not None:
+            # It is compared with what it was set to last.
+            self._expected = {name: held for name, held in self._expected.items() if name not in self._set_within}
         self._is_next = False
         self._drawn = [] if is_within else list(saved.get("drawn", ()))
         self._restored, self._is_resumed = {}, True
@@ -181,7 +187,7 @@ class SetBetweenPasses:
             )
         if self._set_at_start is None:
             self._set_at_start = {name for name in changed_names(self._built, now) if self._is_read_by(name)}
-            if self._is_resumed and (more := sorted(self._set_at_start - self._expected.keys())):
+            if self._is_resumed and (more := sorted(self._set_at_start - self._expected.keys() - self._set_within)):
                 _log.info(
                     f"{', '.join(more)} was set before the first batch of this run, and was as built in the run that "
                     "wrote the checkpoint. If no hook sets it in each epoch, samples are others than there."

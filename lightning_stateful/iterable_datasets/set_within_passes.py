@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from lightning_stateful.contents.code_uses import uses_any_of
+from lightning_stateful.contents.code_uses import uses_any_of, uses_of
+from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.iterable_datasets.dataset_parts import HeldValues, digests_of
 from lightning_stateful.iterable_datasets.set_by_hooks import LOOKS_AT, has_own_state
@@ -196,6 +198,152 @@ class SetWithinPass:
                 f"{', '.join(ahead)} was set within the epoch in the run that wrote the checkpoint, and is the same "
                 f"here. {first}, as a loader without a length is read one batch ahead: the resume is not exact in that "
                 "batch. Set it between two epochs."
+            )
+
+
+# Samples on which functions of a stream of shards are run ahead.
+_AHEAD = 32
+# So many times as long as a look takes, none is taken.
+_REST = 32
+
+
+class SetWithinShards:
+    """Notices what functions of a stream of shards read, and something else sets within a pass in this process.
+
+    It is looked at behind the first batches, and then every now and then, so that this takes little of the time. What
+    reading these changes, or code of the functions counts up, is no setting of somebody else's.
+
+    Args:
+        dataset: The dataset.
+        values: Digests of what to compare, by name, the same in every process.
+        built: What these were as it was built.
+        batch_size: Samples in a batch; None if that is not known.
+
+    State:
+        ``within``: digests of what was set so, as it is now; ``ahead``: which of them were set so late that samples of
+        later batches had been made without that.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        values: Callable[[], dict[str, str]],
+        built: Mapping[str, str],
+        batch_size: int | None,
+    ) -> None:
+        self._dataset, self._values, self._built, self._batch_size = dataset, values, built, batch_size or 1
+        # What it held at the latest look; None between passes.
+        self._left: dict[str, str] | None = None
+        self._num_read, self._at, self._due = 0, (-1, 0), 0.0
+        # By name, the epoch and the number of batches of it that had been read; and what functions change themselves.
+        self._set: dict[str, tuple[int, int]] = {}
+        self._own = set[str]()
+        self._expected: dict[str, Any] = {}
+
+    def expect(self, details: Mapping[str, Any], *, is_within: bool) -> None:
+        """Compare with a checkpoint's state when the first pass begins.
+
+        Args:
+            details: What has the state, as ``set_within``.
+            is_within: Whether it is of a pass that goes on.
+        """
+        saved: Mapping[str, Any] = details.get("set_within", {})
+        # Of what is set between two passes as well, that is compared.
+        known = {} if is_within else details.get("set", {})
+        within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
+        self._expected = {"within": within, "ahead": saved["ahead"], "is_within": is_within} if within else {}
+        self._set = dict.fromkeys(within, (-1, 0))
+
+    def note_begin(self) -> None:
+        """A pass is about to begin, or to go on.
+
+        Warns:
+            StatefulWarning: It is the first one of a resume, and something is not as in the run that wrote the
+                checkpoint, or samples were made there without it.
+        """
+        self._left, self._num_read, self._own = self._values(), 0, set()
+        if self._expected:
+            self._compare(self._left)
+
+    def note_read(self, epoch: int, num_read: int) -> None:
+        """A batch was read.
+
+        Args:
+            epoch: The epoch.
+            num_read: Batches of the epoch that were read.
+        """
+        self._num_read += 1
+        self._at = epoch, num_read
+        if self._left is not None and self._num_read <= LOOKS_AT:
+            self._own |= self._look()
+
+    def note_outside(self) -> None:
+        """The next batch is about to be read: what has changed since the latest was set by something else."""
+        if self._left is not None and (self._num_read <= LOOKS_AT or time.perf_counter() > self._due):
+            self._note_set()
+
+    def note_end(self) -> None:
+        """A pass has ended: what is set from here on is set between two passes."""
+        if self._left is not None:
+            self._note_set()
+        self._left = None
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """See above; empty if nothing was set.
+
+        Args:
+            epoch: The epoch.
+            step: Batches of it that were trained on.
+        """
+        if self._expected:
+            return {name: held for name, held in self._expected.items() if name != "is_within"}
+        if self._left is not None:
+            self._note_set()
+        now = self._values() if self._set else {}
+        within = {name: now.get(name, "") for name in sorted(self._set)}
+        ahead = [name for name in within if self._is_ahead(epoch, step, *self._set[name])]
+        return {"within": within, "ahead": ahead} if within else {}
+
+    def _is_ahead(self, epoch: int, step: int, of_epoch: int, num_read: int) -> bool:
+        return epoch == of_epoch and (step - num_read) * self._batch_size < _AHEAD
+
+    def _look(self) -> set[str]:
+        """The names of what has changed since the latest look."""
+        began, before = time.perf_counter(), self._left or {}
+        self._left = now = self._values()
+        ended = time.perf_counter()
+        self._due = ended + _REST * (ended - began)
+        # What functions reach by now, or no more, nobody has set.
+        return changed_names(before, now) & before.keys() & now.keys()
+
+    def _note_set(self) -> None:
+        changed = self._look() - self._own
+        counted = {name for name in changed if self._is_counted(name.rpartition(".")[2])}
+        self._own |= counted
+        self._set |= dict.fromkeys(changed - counted, self._at)
+
+    def _is_counted(self, name: str) -> bool:
+        use = uses_of(self._dataset, name, is_variable=True, may_be_called=True)
+        return use.counts or use.grows or use.carries
+
+    def _compare(self, now: Mapping[str, str]) -> None:
+        """Warn of what is another than in the run that wrote the checkpoint, or is so too early."""
+        expected, self._expected = self._expected, {}
+        lost = {name for name, held in expected["within"].items() if now.get(name, "") != held}
+        if not expected["is_within"]:
+            # A hook sets something else for the next epoch.
+            lost = {name for name in lost if now.get(name) == self._built.get(name)}
+        if lost:
+            _warn(
+                f"{', '.join(sorted(lost))} was set within the epoch in the run that wrote the checkpoint, by "
+                "something else than the functions that read it, and is another here: the resume is not exact. Set the "
+                "same again before the first batch, as in load_state_dict of a callback."
+            )
+        if expected["is_within"] and (ahead := sorted({*expected["ahead"]} & expected["within"].keys() - lost)):
+            _warn(
+                f"{', '.join(ahead)} was set within the epoch in the run that wrote the checkpoint, and is the same "
+                f"here. There functions had been run on up to {_AHEAD} samples before that was set, and here they are "
+                "run on them with it: the resume may not be exact in the batches of these. Set it between two epochs."
             )
 
 

@@ -19,6 +19,7 @@ from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.iterable_datasets.outside_values import digests_reached
 from lightning_stateful.iterable_datasets.pass_history import digest_of_sample
 from lightning_stateful.iterable_datasets.set_by_hooks import SetBetweenPasses
+from lightning_stateful.iterable_datasets.set_within_passes import SetWithinShards
 from lightning_stateful.stream_loader.options import StreamOptions
 from lightning_stateful.stream_loader.reader import MOST_EMPTY, StreamReader
 from lightning_stateful.stream_loader.recent_states import ServedState
@@ -66,6 +67,10 @@ class StreamOrder(StreamReader):
         values = partial(digests_reached, self.dataset, loader.collate_fn)
         how: dict[str, Any] = {"in_workers": loader.num_workers > 0, "values": values}
         self._watch = SetBetweenPasses(self.dataset, **how) if is_watched else None
+        self._within: SetWithinShards | None = None
+        if self._watch is not None and not loader.num_workers:
+            # What is set within a pass does not reach workers.
+            self._within = SetWithinShards(self.dataset, values, self._watch.as_begun()[0], loader.batch_size)
         found = [source.shards.warning for source in self.settings.sources.values() if source.shards.warning]
         if found:
             warnings.warn(" ".join(dict.fromkeys(found)), StatefulWarning, stacklevel=4)
@@ -162,13 +167,17 @@ class StreamOrder(StreamReader):
             self._watch.note_restored()
 
     def set_on_rank(self, epoch: int, step: int) -> dict[str, Any]:
-        """See :meth:`StreamReader.set_on_rank`: what hooks have set between passes that its functions read."""
-        return {} if self._watch is None else self._watch.state(within=step > 0)
+        """See :meth:`StreamReader.set_on_rank`: what hooks have set that its functions read."""
+        details = {} if self._watch is None else self._watch.state(within=step > 0)
+        within = {} if self._within is None else self._within.state(epoch, step)
+        return {**details, "set_within": within} if within else details
 
     def expect_set(self, details: Mapping[str, Any], *, is_within: bool) -> None:
         """See :meth:`StreamReader.expect_set`."""
         if self._watch is not None:
             self._watch.expect(details, is_within=is_within)
+        if self._within is not None:
+            self._within.expect(details, is_within=is_within)
 
     @property
     def values(self) -> dict[str, str]:
@@ -194,10 +203,14 @@ class StreamOrder(StreamReader):
         self._forget_end(epoch)
         if self._watch is not None:
             self._watch.note_begin()
+        if self._within is not None:
+            self._within.note_begin()
         run = self._run_at(epoch, step)
         num_served = run.num_served
         looks_ahead = self.options.steps_per_epoch is None
         while step < self._limit:
+            if self._within is not None:
+                self._within.note_outside()
             if not run.goes_on(num_served):
                 # Another iteration has taken over what is read.
                 run = self._run_at(epoch, step)
@@ -216,6 +229,8 @@ class StreamOrder(StreamReader):
                         self.recent.note(epoch, step, ServedState(run))
                 is_last = run.is_over
             num_served = run.num_served
+            if self._within is not None:
+                self._within.note_read(epoch, step)
             if is_last:
                 self._end(epoch, step, run)
                 yield batch
@@ -267,6 +282,8 @@ class StreamOrder(StreamReader):
         self.ended = epoch, step
         if self._watch is not None and run is not None:
             self._say_of_changes(self._watch.note_end())
+        if self._within is not None:
+            self._within.note_end()
         if self._repeats:
             self.recent.note(epoch + 1, 0, self.beginning_of(0))
         elif run is not None and step != self._limit:

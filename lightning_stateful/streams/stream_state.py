@@ -30,10 +30,11 @@ _SHAPE = {
     "given?": {str: (COUNT,) * len(NOTHING_GIVEN)},
     "passed?": COUNT,
     "slots": [object],
-    # What hooks have set, see SetBetweenPasses.
+    # What hooks have set, see SetBetweenPasses and SetWithinShards.
     "set?": {str: str},
     "first?": {str: str},
     "later?": {str: str},
+    "set_within?": {"within": {str: str}, "ahead": [str]},
 }
 
 

@@ -19,8 +19,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_stateful import StatefulDataCallback
+from lightning_stateful import ChunkedDataset, StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.iterable_datasets import set_within_passes
 
 BATCHES = 8
 
@@ -245,6 +246,13 @@ def test_what_a_hook_sets_within_an_epoch_is_never_missed_in_silence(
         assert not said or "given" not in said[0]
 
 
+def test_what_was_set_within_the_epoch_is_not_said_to_have_been_as_built(tmp_path: Path, caplog: Any) -> None:
+    fit(Scaled, tmp_path)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(Scaled, tmp_path, 6, restores=True)
+    assert not any("was as built in the run" in one for one in caplog.messages)
+
+
 @pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.parametrize("step", [4, 6, BATCHES, BATCHES + 2])
 @pytest.mark.parametrize("restores", [False, True])
@@ -287,6 +295,71 @@ def test_nor_is_it_of_a_dataset_with_an_index(tmp_path: Path, step: int) -> None
     assert any("Attributes of the dataset, a Indexed, were changed in training" in one for one in said), said
     resumed, said = fit(Indexed, tmp_path, step, workers=1, restores=True)
     assert (resumed != whole[step:]) == bool(said), said
+
+
+OF_SHARDS = {"level": 0.0}
+READ, SHARDS = {"shards": 0, "late": 0}, 12
+
+
+def read_shard(shard: int) -> list[int]:
+    return list(range(8 * shard, 8 * shard + 8))
+
+
+def counted_shard(shard: int) -> list[int]:
+    """Counts the shards, and those behind the first ones."""
+    READ["shards"] += 1
+    READ["late"] += shard > SHARDS // 2
+    return read_shard(shard)
+
+
+def with_level(number: int) -> Any:
+    return number, number + 1000 * OF_SHARDS["level"]
+
+
+class Shards(ChunkedDataset):
+    """Is read by functions, up to 32 samples ahead, of a level that hooks set."""
+
+    def __init__(self, read: Any = read_shard) -> None:
+        super().__init__(range(SHARDS), read, transform=with_level, shuffle=False)
+        OF_SHARDS["level"] = 0.0
+        READ.update(shards=0, late=0)
+
+    @property
+    def level(self) -> float:
+        return OF_SHARDS["level"]
+
+    @level.setter
+    def level(self, level: float) -> None:
+        OF_SHARDS["level"] = level
+
+
+# Before it is set, soon after that, long after that, at the end of the epoch, and in the next one.
+@pytest.mark.parametrize("step", [4, 6, 44, 4 * SHARDS, 4 * SHARDS + 2])
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_a_hook_sets_within_an_epoch_and_functions_of_shards_read_is_not_missed(
+    tmp_path: Path, step: int, restores: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(set_within_passes, "_REST", 0)
+    whole, said = fit(Shards, tmp_path)
+    assert not said
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        resumed, said = fit(Shards, tmp_path, step, restores=restores)
+    assert step == 4 or not any("was as built in the run" in one for one in caplog.messages)
+    assert (resumed != whole[step:]) == (step >= 5 and not (restores and step > 6))
+    assert (resumed != whole[step:]) == any("was set within the epoch in the run" in one for one in said), said
+    assert len(said) == (resumed != whole[step:]), said
+    if restores and said:
+        assert "There functions had been run on up to 32 samples" in said[0]
+
+
+def test_nothing_is_kept_of_what_functions_of_shards_change_themselves(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Shards(counted_shard)
+
+    fit(make, tmp_path, after=-1)
+    for step in (10, 44, 4 * SHARDS + 10):
+        _, said = fit(make, tmp_path, step, after=-1)
+        assert not [one for one in said if "was set" in one], said
 
 
 class Raises(pl.Callback):
