@@ -40,6 +40,7 @@ class SamplerFacts:
         begins_in: How long it took to tell it the epoch, and to draw its first 64 items.
         untouched: Digests of attributes that its passes leave alone, of one that calls collectives, as no rank may
             iterate a copy of that by itself. None of all others.
+        left_alone: The same of any other, as far as it has been tried.
         asks: Whether it asks torch.distributed for its rank.
         remembers: Whether what it yields depends on its earlier passes or epochs, or may in a later epoch.
         remembers_told: Whether what it yields depends on the epochs that it was told before.
@@ -71,6 +72,7 @@ class SamplerFacts:
     told_in: float = 0.0
     begins_in: float = 0.0
     untouched: dict[str, str] | None = None
+    left_alone: dict[str, str] = field(default_factory=dict)
     asks: bool = False
     remembers: bool = False
     remembers_told: bool = False

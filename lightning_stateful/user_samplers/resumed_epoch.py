@@ -7,12 +7,15 @@ writes: then an epoch that is begun again may go on otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError, some_of
+from lightning_stateful.generators.attributes import names_in
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
@@ -21,6 +24,8 @@ from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import sequence_now
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by, reads_training
+
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
 # The name of the length in a configuration, and in its changes.
 _LENGTH = "sampler.length"
@@ -194,6 +199,48 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
             "the sampler when the checkpoint was written, and is another here: the resume is not exact if what it "
             "yields depends on that. Save it in a callback, and set it again in on_train_start."
         )
+
+
+def set_before_effect(order: UserSampler) -> dict[str, str]:
+    """Digests of attributes that a hook has set on a sampler, and that may matter only in a later epoch.
+
+    They are those that neither its passes nor ``set_epoch`` change, and that are others than as built, of a sampler
+    that begins as it did. Of one that does not more is compared.
+    """
+    built = order.facts.left_alone if order.is_trained_on and "nondeterministic" not in order.accept else {}
+    now = held_by(order.sampler, order.dataset) if built and not order.remembers else {}
+    changed = {name: now[name] for name, was in built.items() if now.get(name, was) != was}
+    return changed if changed and sequence_now(order, order.sequence) == order.sequence else {}
+
+
+def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool) -> None:
+    """Tell of attributes that a hook had set before a stop, and that are as built where the epoch is begun here.
+
+    Within an epoch it is said in the log: a hook that sets them as an epoch starts comes again. So it is of those that
+    no method of the sampler names.
+
+    Args:
+        order: The sampler.
+        names: Those of :func:`set_before_effect` in the state.
+        is_within: Whether items of the epoch were used.
+
+    Warns:
+        StatefulWarning: An epoch begins, and a method names one.
+    """
+    built = order.facts.left_alone
+    now = held_by(order.sampler, order.dataset) if built.keys() & names else {}
+    left = sorted(name for name in names if name in now and now[name] == built.get(name))
+    if not left:
+        return
+    held = [pair for kind in type(order.sampler).__mro__ for pair in vars(kind).items()]
+    methods = [one for name, one in held if isinstance(one, FunctionType) and name != "__init__"]
+    is_named = any(name in names_in(method.__code__) for method in methods for name in left)
+    text = (
+        f"{some_of([f'{order.name}.{name}' for name in left])} had been set in training when the checkpoint was "
+        "written, and is as it was built here. If what it yields in a later epoch depends on that, and no hook sets it "
+        "again as an epoch starts, the resume is not exact. Save it in a callback, and set it again in on_train_start."
+    )
+    warn(text) if is_named and not is_within else _log.info(text)
 
 
 def check_details(order: UserSampler, here: Progress) -> None:

@@ -165,6 +165,8 @@ def _facts_of(
         trial.compare_orders_of_sets()
     if order.cuts_samples and begins_anew_when_asked(tried.sampler, contents):
         raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
+    if facts.seconds <= QUICK and not facts.remembers:
+        facts.left_alone = untouched_by(order, tried)
     if has_own_state(order) and not facts.leads_back:
         # Its later items are noted otherwise.
         facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}

@@ -71,10 +71,12 @@ class SamplerPass:
         held: Digests of what the sampler held where the epoch began that a resume begins with, if they are known.
         ahead: First, end and digest of items that an earlier run had taken ahead of its state, until this pass has as
             well; empty for none.
+        when_there: Called when it has come to the first item that is wanted.
     """
 
     drawn: int
     ahead: Sequence[Any] = ()
+    when_there: Callable[[], object] = bool
 
     def __init__(
         self,
@@ -342,6 +344,7 @@ class SamplerPass:
             )
         if type(self._since) is list:
             order.memory.begin_since(order, self._since)
+        self.when_there()
         seconds = time.perf_counter() - started
         if distance and seconds > LONG_FAST_FORWARD:
             warn(

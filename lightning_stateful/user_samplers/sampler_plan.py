@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import islice
 from operator import add
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.resumed_epoch import is_noted_here
+from lightning_stateful.user_samplers.resumed_epoch import is_noted_here, set_before_effect, warn_of_unset
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by
 
@@ -141,6 +141,8 @@ class SamplerEpochPlan:
         walk.held = self._begun.details.get("held", {})
         if order.is_trained_on and is_noted_here(order) and not {"sequence", "nondeterministic"} & {*order.accept}:
             walk.ahead = self._begun.details.get("ahead") or ()
+            if names := self._begun.details.get("set"):
+                walk.when_there = partial(warn_of_unset, order, names, is_within=self._begun.consumed > 0)
         if self._is_listed:
             walk.listed, walk.goes_on = self._length, True
         steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
@@ -188,14 +190,20 @@ class SamplerEpochPlan:
         if not begun.consumed + served:
             # One that is told the epoch may keep it.
             if not order.remembers or order.has_set_epoch:
-                return {}
+                return self._set_by_others()
             held = loaded.get("held") or (held_by(order.sampler) if order.memory.is_changed else {})
             return {"held": held} if held else {}
         began = loaded.get("began") if latest is None else next(iter(order.memory.begins_as), "")
         is_changed = latest.is_changed_by_others() if latest is not None and served else begun.details.get("changed")
         ahead = loaded.get("ahead") if latest is None else latest.taken_ahead(begun.consumed + served)
-        found = {"began": began, "changed": bool(is_changed), "ahead": ahead}
+        found = {"began": began, "changed": bool(is_changed), "ahead": ahead, **self._set_by_others()}
         return {name: value for name, value in found.items() if value}
+
+    def _set_by_others(self) -> dict[str, Any]:
+        """What hooks have set for a later epoch, or had in the run that is resumed where this has not gone on here."""
+        loaded = self._begun.details.get("set") if self._latest is None else None
+        found = loaded or set_before_effect(self.order)
+        return {"set": found} if found else {}
 
     def passes_if_unread(self) -> list[list[int]] | None:
         """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""

@@ -330,9 +330,15 @@ def holds_as_tried(order: UserSampler) -> bool:
     return False
 
 
-def held_by(sampler: Any) -> dict[str, str]:
-    """Digests of the attributes of a sampler that another process may compare: of none with sets or generators."""
-    parts = {name: (value, SamplerParts(value)) for name, value in attributes_of(sampler).items()}
+def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
+    """Digests of the attributes of a sampler that another process may compare: of none with sets or generators.
+
+    Args:
+        sampler: The sampler.
+        dataset: An attribute that others compare.
+    """
+    held = {name: value for name, value in attributes_of(sampler).items() if dataset is None or value is not dataset}
+    parts = {name: (value, SamplerParts(value)) for name, value in held.items()}
     return {
         name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
         for name, (value, within) in parts.items()
@@ -349,8 +355,8 @@ def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:
     """
     with suppress(Exception):
         tried.tell(1)
-    after = held_by(tried.sampler)
-    return {name: value for name, value in held_by(order.sampler).items() if after.get(name) == value}
+    after = held_by(tried.sampler, order.dataset)
+    return {name: value for name, value in held_by(order.sampler, order.dataset).items() if after.get(name) == value}
 
 
 def is_touched(order: UserSampler) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader
+from lightning.pytorch.demos.boring_classes import BoringModel
+from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from lightning_stateful import StatefulDataCallback
@@ -195,3 +198,72 @@ def test_what_is_not_restored_is_refused_within_an_epoch_and_warned_of_at_its_be
     assert module.trained == []
     with pytest.warns(StatefulWarning, match=f"{what} had been changed in training when the checkpoint was written"):
         fit(module, ckpt_path=tmp_path / "end.ckpt")
+
+
+class SetLater(Sampler[int]):
+    """Leaves out its first samples, by an attribute that counts from the third epoch on."""
+
+    def __init__(self, counts: int = 2) -> None:
+        self.epoch, self.bad, self.counts, self.note = 0, 0, counts, ""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.bad if self.epoch >= self.counts else 0
+        return iter(torch.randint(first, 24, (24,)).tolist())
+
+
+class SetsOnce(pl.Callback):
+    """Sets an attribute of the sampler behind the first epoch; ``again`` in a hook of a resume."""
+
+    def __init__(self, name: str, again: str) -> None:
+        self.name, self.trained = name, list[list[int]]()
+        if again:
+            setattr(self, again, self.set)
+
+    def set(self, trainer: Any, module: Any) -> None:
+        setattr(trainer.train_dataloader.sampler, self.name, 12 if trainer.current_epoch else 0)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            setattr(trainer.train_dataloader.sampler, self.name, 12)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
+@pytest.mark.parametrize("steps", [6, 8])
+@pytest.mark.parametrize(
+    ("name", "again"), [("bad", ""), ("note", ""), ("bad", "on_train_start"), ("bad", "on_train_epoch_start")]
+)
+def test_what_a_hook_sets_on_a_sampler_before_it_has_an_effect_is_named_if_it_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, again: str, steps: int
+) -> None:
+    def fit(path: Path | None = None, max_steps: int = -1) -> tuple[list[list[int]], Any, list[str]]:
+        sets = SetsOnce(name, again)
+        trainer = quiet_trainer(
+            StatefulDataCallback(seed=0), sets, max_epochs=4, max_steps=max_steps, limit_val_batches=0
+        )
+        data = torch.arange(24.0)[:, None].expand(24, 32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(BoringModel(), DataLoader(data, sampler=SetLater(), batch_size=4), ckpt_path=path)
+        return sets.trained, trainer, [str(one.message) for one in caught if "SetLater" in str(one.message)]
+
+    whole, _, said = fit()
+    before, stopped, _ = fit(max_steps=steps)
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    caplog.clear()
+    after, _, said = fit(tmp_path / "x.ckpt")
+    is_exact = name == "note" or bool(again)
+    assert (before + after == whole) == is_exact
+    text = f"SetLater.{name} had been set in training when the checkpoint was written, and is as it was built here"
+    logged = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+    assert [text in one for one in said] == [True] * (name == "bad" and not again and steps == 6)
+    # A hook that sets it as an epoch starts comes again only behind the epoch that is resumed.
+    assert len(logged) == (not said and again != "on_train_start" and (steps == 8 or not again))
