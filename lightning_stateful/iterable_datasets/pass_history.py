@@ -49,8 +49,8 @@ PERHAPS = f"that pass is over, so the resume is exact if later passes do not dep
 
 
 def is_moved_in(state: Mapping[str, Any]) -> bool:
-    """As :attr:`PassHistory.is_moved`, of a state that :meth:`PassHistory.noted` is part of."""
-    return bool(state["changes"] or state["draws"] or state.get("begins") or state.get("outside"))
+    """Whether passes have changed, or drawn from, anything, by a state that :meth:`PassHistory.noted` is part of."""
+    return any(state.get(name) for name in ("changes", "draws", "begins", "outside", "begun", "left"))
 
 
 class PassHistory(list[int]):

@@ -435,6 +435,16 @@ def test_a_dataset_that_another_loader_has_read_to_its_end_is_put_back_as_in_tor
     assert (read + left, [*resumed]) == ([*range(1, 10)], left)
 
 
+class Given(Numbers):
+    """Holds plain values, which its passes read."""
+
+    def __init__(self) -> None:
+        self.most, self.names = 24, ["a", "b"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([number for number in super().__iter__() if number < self.most + len(self.names)])
+
+
 class Held(Numbers):
     """Holds something that is no plain value, and may move on unseen."""
 
@@ -442,11 +452,13 @@ class Held(Numbers):
         self.held = memoryview(b"1")
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [(Numbers, False), (Counts, True), (Held, True)])
+@pytest.mark.parametrize(
+    ("kind", "is_told"), [(Numbers, False), (Given, False), (Counts, True), (CountsAtEnd, True), (Held, True)]
+)
 def test_other_workers_behind_an_epoch_are_warned_of_where_a_pass_may_follow_from_the_one_before(
     kind: Any, is_told: bool
 ) -> None:
-    whole = patched(kind, "no workers")
+    whole = stream_loader(kind())
     list(whole)
     whole.set_epoch(1)
     state = whole.state_dict()
