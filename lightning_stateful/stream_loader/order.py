@@ -26,7 +26,9 @@ from lightning_stateful.stream_loader.recent_states import ServedState
 from lightning_stateful.stream_loader.stream_run import StreamRun
 from lightning_stateful.stream_loader.worker_slots import draws_in_collation
 from lightning_stateful.stream_nodes.document_packer import packed_otherwise
+from lightning_stateful.stream_nodes.hugging_face import is_hugging_face
 from lightning_stateful.stream_nodes.shard_reader import ShardReader
+from lightning_stateful.streams.stream import Stream
 from lightning_stateful.streams.stream_state import StreamState
 from lightning_stateful.streams.worker_slot import StreamConfig
 
@@ -53,7 +55,7 @@ class StreamOrder(StreamReader):
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, settings: StreamConfig) -> None:
         super().__init__(loader, options)
-        self._has_warned = self._has_said = False
+        self._has_warned = self._has_said = self._has_warned_of_epoch = False
         self._empty: set[str] = set()  # Sources that were warned of.
         if not options.seed_samples:
             sources = {name: replace(source, seed_samples=False) for name, source in settings.sources.items()}
@@ -71,6 +73,7 @@ class StreamOrder(StreamReader):
         if self._watch is not None and not loader.num_workers:
             # What is set within a pass does not reach workers.
             self._within = SetWithinShards(self.dataset, values, self._watch.as_begun()[0], loader.batch_size)
+        self._epoch_shown = _epoch_shown_by(self.dataset)
         found = [source.shards.warning for source in self.settings.sources.values() if source.shards.warning]
         if found:
             warnings.warn(" ".join(dict.fromkeys(found)), StatefulWarning, stacklevel=4)
@@ -201,6 +204,7 @@ class StreamOrder(StreamReader):
     def read(self, epoch: int, step: int) -> Iterator[Any]:
         """The batches from ``step`` to the end of the epoch; see :meth:`StreamReader.read`."""
         self._forget_end(epoch)
+        self._warn_if_told_another(epoch)
         if self._watch is not None:
             self._watch.note_begin()
         if self._within is not None:
@@ -239,6 +243,21 @@ class StreamOrder(StreamReader):
         if not step and self._limit:
             self._warn_of_nothing()
         self._end(epoch, step, run)
+
+    def _warn_if_told_another(self, epoch: int) -> None:
+        """Warn once where a hook has told the dataset another epoch than the one that begins."""
+        shown, before = _epoch_shown_by(self.dataset), self._epoch_shown
+        self._epoch_shown = shown
+        if shown in (None, before, epoch) or self._has_warned_of_epoch or self.options.exact:
+            return
+        self._has_warned_of_epoch = True
+        warnings.warn(
+            f"Something else has called set_epoch({shown}) of {self.name}, which is read in epoch {epoch}: of a stream "
+            "of shards the trainer's epoch alone decides the order, in a resume too. Leave set_epoch out, or tell it "
+            "trainer.current_epoch; for another order pass another seed.",
+            StatefulWarning,
+            stacklevel=3,
+        )
 
     def _begin(self, state: StreamState) -> StreamRun:
         self._warn_of_many_reads(state)
@@ -299,6 +318,13 @@ class StreamOrder(StreamReader):
                 "run on up to 32 samples ahead: if a hook changed it, and not these functions, that comes into force "
                 "some batches later than without this package. Let hooks set it between two epochs."
             )
+
+
+def _epoch_shown_by(dataset: Any) -> int | None:
+    """The epoch that a dataset of Hugging Face's, or of this package, was told last; None of another."""
+    if is_hugging_face(dataset):
+        return getattr(dataset, "epoch", None)
+    return dataset.told_epoch if isinstance(dataset, Stream) else None
 
 
 def _packing_in(config: Mapping[str, Any]) -> list[Any]:

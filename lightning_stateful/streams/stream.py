@@ -116,6 +116,11 @@ class Stream(IterableDataset[Any]):
         if epoch != self._epoch:
             self._epoch, self._slot_state, self._latest = epoch, None, None
 
+    @property
+    def told_epoch(self) -> int | None:
+        """The epoch that :meth:`set_epoch` was told last; None before that, and behind a state that was loaded."""
+        return self._epoch if self._is_told else None
+
     def __iter__(self) -> Iterator[Any]:
         return StreamIterator(self)
 
