@@ -136,6 +136,7 @@ def warn_of_shared_samplers(combined: CombinedLoaders, trainer: pl.Trainer, *, i
         parts = SamplerParts(order.sampler, order.dataset).samplers
         shared = [part for part in parts if found.setdefault(id(part), path) != path]
         if shared:
+            order.memory.is_shared = True
             rank_zero_warn(
                 f"The loaders {found[id(shared[0])]!r} and {path!r} share one {type(shared[0]).__qualname__} object "
                 "in samplers that change while they are iterated: what the one gets depends on the passes of the "

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count, islice
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning_stateful.errors import PositionError
 from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts, surroundings_of
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
@@ -117,6 +118,32 @@ def put_together(passes: Sequence[Sequence[int]]) -> PassesHere:
 def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
     """Every one of the passes that a state has."""
     return [[first + number, cycle, items] for first, cycle, items, count in told for number in range(count)]
+
+
+def refuse_iterated(order: UserSampler, here: int, before: int, epoch: int) -> NoReturn:
+    """Refuse a sampler that cannot be brought to an epoch, because others passes of it were begun here.
+
+    Args:
+        order: The sampler.
+        here: The passes that were begun in this process.
+        before: Those before the epoch in the run that wrote the checkpoint.
+        epoch: The epoch.
+
+    Raises:
+        PositionError: Always.
+    """
+    if order.memory.is_shared:
+        raise PositionError(
+            f"{order.name} cannot be brought to epoch {epoch}: several loaders share it, and it changes while it is "
+            "iterated, so that what the one gets depends on the passes of the other, whose order no checkpoint holds. "
+            f"Give each loader a {order.name} of its own, and train anew."
+        )
+    raise PositionError(
+        f"{order.name} has been iterated {here} times in this process, and what it yields depends on that. The run "
+        f"that wrote the checkpoint, or the fit that this one goes on from, had iterated it {before} times before "
+        f"epoch {epoch}, and it cannot be brought there. Make a new one, or for another fit a new Trainer, and do not "
+        "iterate it before."
+    )
 
 
 def contents_of(order: UserSampler, own: str, parts: SamplerParts) -> tuple[str, dict[str, str]]:

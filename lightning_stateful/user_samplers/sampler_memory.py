@@ -25,6 +25,7 @@ from lightning_stateful.user_samplers.earlier_passes import (
     begin_pass,
     contents_of,
     put_together,
+    refuse_iterated,
     spelled_out,
 )
 from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
@@ -60,6 +61,7 @@ class SamplerMemory:
             several that are right for an epoch to be begun again.
         is_as_tried: Whether nobody has changed the sampler between its trial and its first pass; not of torch's own.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
+        is_shared: Whether several loaders that are trained on share it.
     """
 
     def __init__(self, parts: SamplerParts) -> None:
@@ -72,7 +74,7 @@ class SamplerMemory:
         self._uses: set[bool] = set()
         # The epoch within which training is to go on, until it has begun here.
         self._awaited: int | None = None
-        self.has_changed, self.first_epoch = False, 0
+        self.has_changed, self.first_epoch, self.is_shared = False, 0, False
         self.is_in_trainer = self.is_told_first = self.is_listed = False
         self._as_tried: _InEpoch = nullcontext
         self.looked_at, self.begins_as = tuple[Any, ...](), tuple[str, ...]()
@@ -412,7 +414,7 @@ class SamplerMemory:
             told_of: The passes, as :meth:`passes_before` has them.
 
         Raises:
-            PositionError: Others were begun in this process.
+            PositionError: Others were begun in this process, or by another loader.
         """
         earlier, started, known = spelled_out(told_of), time.perf_counter(), len(self.passes)
         if told_of is self._begun_again:
@@ -428,12 +430,7 @@ class SamplerMemory:
             )
             return
         if self.passes != earlier[:known]:
-            raise PositionError(
-                f"{order.name} has been iterated {known} times in this process, and what it yields depends on that. "
-                f"The run that wrote the checkpoint, or the fit that this one goes on from, had iterated it "
-                f"{len(earlier)} times before epoch {epoch}, and it cannot be brought there. Make a new one, or for "
-                "another fit a new Trainer, and do not iterate it before."
-            )
+            refuse_iterated(order, known, len(earlier), epoch)
         # A plain loop tells the epoch, as of torch's DistributedSampler, before the passes ahead of it are begun.
         self._told.note_told(SamplerParts(order.sampler, order.dataset).samplers, epoch)
         self._begin(order, earlier[known:])

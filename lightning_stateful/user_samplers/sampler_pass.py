@@ -439,6 +439,8 @@ class SamplerPass:
         hint = f"See that {order.name}.load_state_dict leads back to this very item. " if of_state else ""
         if order.remembers and not of_state:
             hint = "Its earlier passes were begun again: let no hook restore, within an epoch, what they change. "
+        if order.memory.is_shared:
+            hint = f"Several loaders share it: give each a {order.name} of its own, and train anew. "
         remedy = (
             f"{order.name} no longer yields what it did up to this item: build it with the same data and settings. "
             f"{hint}If it skips by itself what a stopped run has used, take that out: a resume does it. If it reads "

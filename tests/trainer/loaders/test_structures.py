@@ -14,6 +14,7 @@ from support.runs import (
     assert_goes_on_from_every_moment,
     assert_resumes,
     numbers_module,
+    quiet_trainer,
     stopped,
     train,
     train_alone,
@@ -24,7 +25,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from lightning_stateful import StatefulDataCallback, StatefulDataModule, StatefulLoader
 from lightning_stateful.core import BlockShuffledOrder
-from lightning_stateful.errors import ConfigurationError, StatefulWarning, UnsupportedLoaderError
+from lightning_stateful.errors import (
+    ConfigurationError,
+    PositionError,
+    StatefulWarning,
+    StateMismatchError,
+    UnsupportedLoaderError,
+)
 
 
 def plain(length: int, first: int = 0, **options: Any) -> DataLoader[Any]:
@@ -103,6 +110,21 @@ def sharing(*, twice: bool) -> Any:
 def test_loaders_that_share_a_sampler_that_counts_its_passes_are_warned_of_at_the_start(twice: bool) -> None:
     with pytest.warns(StatefulWarning, match=r"'0' and '1' share one CountsPasses object.*a sampler of its own"):
         train_alone(lambda: sharing(twice=twice), max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:The loaders '0' and '1' share one")
+@pytest.mark.parametrize(("steps", "said"), [(2, "no longer yields .* up to"), (3, "cannot be brought to epoch 1:")])
+def test_a_resume_of_such_loaders_that_is_refused_says_that_they_share_it(
+    tmp_path: Path, steps: int, said: str
+) -> None:
+    def fit(path: Path | None = None, max_steps: int = -1) -> Any:
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=2, max_steps=max_steps, limit_val_batches=0)
+        trainer.fit(LedgerModel(), sharing(twice=False), ckpt_path=path)
+        return trainer
+
+    fit(max_steps=steps).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises((PositionError, StateMismatchError), match=f"CountsPasses {said}.*everal loaders share it"):
+        fit(tmp_path / "x.ckpt")
 
 
 def test_loaders_may_share_a_sampler_that_yields_the_same_in_each_pass() -> None:
