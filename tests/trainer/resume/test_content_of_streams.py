@@ -260,7 +260,7 @@ def test_what_hooks_have_set_is_no_other_tokenizer(tmp_path: Path, restores: boo
         return
     path = tmp_path / "stop.ckpt"
     stopped(path, make, run=run, epoch=1, batch=3)
-    with pytest.warns(StatefulWarning, match="added was set (between two epochs|within the epoch) in the run that wrote"):
+    with pytest.warns(StatefulWarning, match="added was set .* in the run that wrote"):
         run(make, ckpt_path=path)
 
 
