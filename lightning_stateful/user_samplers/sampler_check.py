@@ -166,7 +166,7 @@ def _facts_of(
     if order.cuts_samples and begins_anew_when_asked(tried.sampler, contents):
         raise UnsupportedLoaderError(order.name + _BEGINS_ANEW)
     if facts.seconds <= QUICK and not facts.remembers:
-        facts.left_alone = untouched_by(order, tried)
+        facts.left_alone = trial.left_alone_by(tried)
     if has_own_state(order) and not facts.leads_back:
         # Its later items are noted otherwise.
         facts.notes = {0: facts.notes[0]} if 0 in facts.notes else {}

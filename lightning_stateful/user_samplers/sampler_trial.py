@@ -62,6 +62,8 @@ class SamplerTrial:
         # Two copies of one that the first epoch has changed, and how that has begun the next epoch.
         self._ended: list[IteratedSampler] = []
         self._next: list[str] | None = None
+        # A copy that was told another epoch than the first.
+        self._told_another: IteratedSampler | None = None
 
     @property
     def is_cheap(self) -> bool:
@@ -119,6 +121,19 @@ class SamplerTrial:
         facts.hands_epoch_on = self._hands_epoch_on()
         facts.remembers_told, facts.adds_up = self._depends_on_told()
 
+    def left_alone_by(self, tried: IteratedSampler) -> dict[str, str]:
+        """As :func:`held_by`, of what neither passes nor ``set_epoch`` change; empty where that was not tried.
+
+        Args:
+            tried: A copy that was told epoch 0, and iterated.
+        """
+        order, copies = self._order, [tried, *([] if self._told_another is None else [self._told_another])]
+        if order.has_set_epoch and len(copies) == 1:
+            return {}
+        after = [held_by(one.sampler, order.dataset) for one in copies]
+        now = held_by(order.sampler, order.dataset)
+        return {name: value for name, value in now.items() if all(held.get(name) == value for held in after)}
+
     def _hands_epoch_on(self) -> bool:
         """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
         held = []
@@ -127,6 +142,7 @@ class SamplerTrial:
                 tried = self._fresh()
                 # It may tell others when it is iterated.
                 beginning(tried, epoch) if self.is_cheap else tried.tell(epoch)
+                self._told_another = tried if epoch else None
                 held.append(surroundings_of(self._order.sampler, self._order.dataset))
         return held[:1] != held[1:]
 
