@@ -118,6 +118,8 @@ INTERNALS = {
     "fit_loop._skip_backward": "to recognize the epoch that StochasticWeightAveraging adds",
     "fit_loop.advance": "to know what callbacks hold as an epoch is cut, before the hooks of its end",
     "fit_loop.max_batches": "to know the end of a limited epoch, and set it where epochs differ in length",
+    "_run_sanity_check": "to leave it out on a resume between two epochs, too",
+    "fit_loop.on_run_end": "to note weights as training ends, before the hooks of that",
     "fit_loop.on_advance_end": "to let signals wait for the end hooks of an epoch",
     "fit_loop.setup_data": "to tell the length of every epoch before it begins",
     "fit_loop.epoch_loop._batches_that_stepped": "to go on with the steps that loggers are told",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,11 @@ def tell_to_stop(trainer: pl.Trainer, *, after_validation: bool) -> None:
     epoch_loop.advance = advance_once
 
 
-def refuse_finders(trainer: pl.Trainer) -> None:
-    """Refuse a finder in a resumed run: it trains a while, and would throw the restored progress away without a word.
+def prepare_resume(trainer: pl.Trainer) -> None:
+    """Refuse a finder in a resumed run, and begin that without a sanity check.
+
+    A finder trains a while, and would throw the restored progress away without a word. Hooks of a sanity check would
+    change once more what was restored: Lightning leaves it out within an epoch for that, and not between two.
 
     Raises:
         ConfigurationError: A LearningRateFinder or BatchSizeFinder is among the callbacks.
@@ -139,6 +143,9 @@ def refuse_finders(trainer: pl.Trainer) -> None:
             f"{' and '.join(finders)} would restart the run that ckpt_path={trainer.ckpt_path!r} is to resume, from "
             "its first step. Leave it out when you resume; what it found is in the checkpoint or its log."
         )
+    begun: Any = trainer
+    # Once: the next fit has one.
+    begun._run_sanity_check = partial(vars(trainer).pop, "_run_sanity_check", None)
 
 
 def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bool = False) -> Metrics:

@@ -342,7 +342,7 @@ class StatefulDataCallback(pl.Callback):
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.limit_train_batches == 0:
             return
-        other_callbacks.refuse_finders(trainer)
+        other_callbacks.prepare_resume(trainer)
         if (loops := checkpoint.get("loops")) is None:
             warn_of_missing_loops(checkpoint)
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader
@@ -125,3 +125,44 @@ def test_so_is_a_setting_of_a_layer(tmp_path: Path, callback: Any, is_other: boo
     rest, said = fit(tmp_path, Decays(restores=True), 6, callback())
     assert torch.equal(rest, whole) == (not is_other)
     assert ["net.0.p was" in one for one in said] == [True] * is_other
+
+
+class Anneals(BoringModel):
+    """Lowers the weight of its loss, a buffer, as each validation begins, that of a sanity check among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch * self.scale, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.scale *= 0.5
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_epoch_start"])
+def test_no_sanity_check_of_a_resume_between_epochs_calls_them(tmp_path: Path, hook: str) -> None:
+    class Saves(Callback):
+        pass
+
+    def save(self: Any, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.ckpt_path is None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    setattr(Saves, hook, save)
+    weights, checks = [], []
+    for path in (None, tmp_path / "a.ckpt"):
+        torch.manual_seed(1)
+        model, options = Anneals(), {"max_epochs": 3, "num_sanity_val_steps": 1}
+        checked = LambdaCallback(on_sanity_check_start=lambda *args: checks.append(1))
+        trainer = quiet_trainer(Saves(), checked, StatefulDataCallback(seed=0), **options)
+        data = torch.arange(2 * STEPS * 32.0).reshape(-1, 32) / 256
+        trainer.fit(model, DataLoader(data, 2), DataLoader(data, 8), ckpt_path=path)  # type: ignore[arg-type]
+        weights.append([model.layer.weight.detach(), model.scale])
+    assert all(map(torch.equal, *weights))
+    assert checks == [1]
+    # Another fit has one again.
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, DataLoader(data, 2), DataLoader(data, 8))  # type: ignore[arg-type]
+    assert checks == [1, 1]
