@@ -20,7 +20,7 @@ from lightning_stateful.errors import ConfigurationError, StatefulWarning
 from lightning_stateful.generators.attributes import is_users, variables_in
 from lightning_stateful.loaders.combined_loaders import CombinedLoaders
 from lightning_stateful.loaders.patching import AnyLoader, map_style
-from lightning_stateful.loops.lightning import GradientAccumulationScheduler, pl
+from lightning_stateful.loops.lightning import GradientAccumulationScheduler, StochasticWeightAveraging, pl
 from lightning_stateful.loops.loop_progress import reloads_every
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.ranks import topology_of
@@ -90,6 +90,10 @@ def _arguments(trainer: Any) -> dict[str, str]:
     if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks_of(trainer)):
         # It sets that as epochs begin.
         present.pop("accumulate_grad_batches")
+    for one in callbacks_of(trainer) if trainer.fit_loop._skip_backward else ():
+        if isinstance(one, StochasticWeightAveraging):
+            # It sets another one for the epoch that it adds.
+            present["accumulate_grad_batches"] = one._accumulate_grad_batches
     return {name: repr(value) for name, value in present.items() if value != _DEFAULTS[name]}
 
 

@@ -63,11 +63,16 @@ MOMENTS = {
 
 @pytest.mark.parametrize("windows", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}], ids=str)
 @pytest.mark.parametrize("normed", MOMENTS)
-def test_34_stochastic_weight_averaging_goes_on_exactly(tmp_path: Path, normed: bool, windows: dict[str, Any]) -> None:
+def test_34_stochastic_weight_averaging_goes_on_exactly(
+    tmp_path: Path, normed: bool, windows: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
     run = training(
         partial(Averaged, normed=normed), lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)]
     )
     assert_goes_on_from_every_moment(tmp_path, numbers_module, MOMENTS[normed], run, max_epochs=4, **windows)
+    # Of the epoch that it adds, neither is the number of batches in a window another.
+    assert "Arguments of the Trainer are others" not in caplog.text
 
 
 def test_weights_after_the_epoch_for_statistics_are_those_of_lightning_without_the_callback() -> None:
