@@ -71,7 +71,7 @@ _REMEDIES = {
     "loaders": "Return the same loaders, under the same names",
     "sampler": "Build the sampler as when the epoch of the checkpoint began: of weights, say, save those of then",
     "sequence": "The sampler does not yield its first epoch as it did: restore nothing that its own passes change, as "
-    "their count, for they are begun again; build it anew, with the same data and settings",
+    "their count, for they are begun again; build it anew, with the same data and settings, before on_fit_start",
     "sizes": "Read the shards that the checkpoint was made with",
     "buffer_size": "Pass the saved buffer_size",
     "steps": "Do to the stream's samples what was done before: the same functions and settings, in the same order",

@@ -17,7 +17,12 @@ from lightning_stateful.core.order import EpochPlan, Progress
 from lightning_stateful.core.skip import is_whole_at, whole_plan
 from lightning_stateful.data_checks.dataset_settings import DatasetSettings, builder_of
 from lightning_stateful.data_checks.odd_datasets import find_trained, say_collectives, warn_if_it_follows_workers
-from lightning_stateful.data_checks.repeated_changes import HeldLists, warn_of_same_change, warn_of_shuffled_lists
+from lightning_stateful.data_checks.repeated_changes import (
+    HeldLists,
+    say_third_values,
+    warn_of_same_change,
+    warn_of_shuffled_lists,
+)
 from lightning_stateful.data_checks.settings_of_rank import SettingsOfRank
 from lightning_stateful.data_checks.stream_content import StreamContent, names_of_content
 from lightning_stateful.errors import Difference, StatefulWarning, StateMismatchError
@@ -79,7 +84,7 @@ class BatchContent:
         # On a resume from the end of an epoch, until batches are compared. By path: what had changed as training began,
         # and what was as built then, and was changed by hooks at the end of that epoch.
         self._is_over = self._begins_epoch = False
-        self._changed_first: dict[str, set[str]] | None = None
+        self._changed_first: dict[str, Mapping[str, Any]] | None = None
         self._changed_late: dict[str, set[str]] = {}
         self._lists: dict[str, HeldLists] = {}
         # By path: the first other value of what a sampler yields than as it was built.
@@ -223,11 +228,11 @@ class BatchContent:
             return
         changed = {path: loader.changed() for path, loader in self._loaders.items()}
         if self._changed_first is None:
-            self._changed_first = {path: set(now) for path, now in changed.items()}
+            self._changed_first = {path: dict(now) for path, now in changed.items()}
             self._lists = {path: HeldLists(loader.dataset, loader.order) for path, loader in self._loaders.items()}
             self.settings.note_restored()
         else:
-            self._changed_late = {path: now.keys() - self._changed_first[path] for path, now in changed.items()}
+            self._changed_late = {path: now.keys() - self._changed_first[path].keys() for path, now in changed.items()}
         if is_rebuilt_now(trainer):
             # These loaders are not read again, so that nothing else is compared.
             self._is_over = False
@@ -248,10 +253,11 @@ class BatchContent:
 
     def _warn_of_changes_again(self, path: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Warn of what hooks of the first epoch here have changed anew, where nobody had restored it."""
-        order, before = self._loaders[path].order, (self._changed_first or {}).get(path, set(saved))
+        order, before = self._loaders[path].order, (self._changed_first or {}).get(path, saved)
         others = {*before, *self._changed_late.get(path, ())}
         again = {name: now[name] for name in saved if name in now and name not in others}
         if isinstance(order, WrappedSampler):
+            say_third_values(order, saved, before, now)
             warn_of_same_change(order, [saved, self._first_changes.get(path, {})], again)
         if path in self._lists and not others.intersection(saved):
             warn_of_shuffled_lists(self._lists[path].shuffled() if saved else [])

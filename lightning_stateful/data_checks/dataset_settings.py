@@ -314,6 +314,11 @@ class DatasetSettings:
                     wrong[name] = change
                 else:
                     counted.append(change)
+            elif is_first and not in_copies and not are_equal(present, saved):
+                # Set to a third value: within an epoch nothing sets it once more before the first batch.
+                change = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
+                wrong |= {name: change} if self._is_within_epoch else {}
+                counted += [] if self._is_within_epoch else [change]
         if counted:
             rank_zero_info(f"On the resume {'; '.join(counted)}. That is exact if hooks set it by the epoch alone.")
         if not wrong:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import Subset
 
 from lightning_stateful.contents.dataset_content import PATH
@@ -44,6 +44,29 @@ def warn_of_same_change(order: WrappedSampler, earlier: Sequence[Mapping[str, An
             "before it, as sampler.weights *= 0.9, the resume is not exact: save the value, and restore it before the "
             "first batch, in load_state_dict or on_train_start. Ignore this if the hook sets the same value each time.",
             category=StatefulWarning,
+        )
+
+
+def say_third_values(
+    order: WrappedSampler, saved: Mapping[str, Any], first: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Log what was set on a sampler as training began here, and is neither as built nor as in the checkpoint.
+
+    It is no warning: a hook may have set it for the next epoch, and the one that wrote the checkpoint not yet.
+
+    Args:
+        order: The sampler.
+        saved: What had changed when the checkpoint was written.
+        first: What had changed as training began here, behind all hooks that restore.
+        now: What has changed by now.
+    """
+    names = [name for name, value in first.items() if name in saved and value not in (saved[name], "changed")]
+    if names := [name for name in names if now.get(name) == first[name]]:
+        said = ", ".join(f"{name} was {saved[name]} and is {first[name]}" for name in names)
+        rank_zero_info(
+            f"{type(order.sampler).__qualname__} had been changed when the checkpoint was written, and was changed to "
+            f"something else before the first batch here ({said}). That is exact if hooks set it by the epoch alone; "
+            "else restore all of it, in load_state_dict of a callback or in on_train_start."
         )
 
 

@@ -513,3 +513,73 @@ def test_nothing_is_said_of_a_dataset_that_a_hook_tells_each_epoch_as_it_begins(
     whole = run()
     for epoch in range(2):
         assert run(tmp_path / f"epoch={epoch}.ckpt") == whole[BATCHES * (epoch + 1) :]
+
+
+class Steps(Sampler[int]):
+    """Yields every so manieth sample, counted from one on; both are attributes."""
+
+    def __init__(self) -> None:
+        self.step = self.level = 1
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.level + self.step * number) % (2 * BATCHES) for number in range(2 * BATCHES)])
+
+
+class StartsAnew(pl.Callback):
+    """Sets a level as training begins, and raises it at the end of each epoch, which nothing saves."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.trained = holder, list[Any]()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.holder.level = 3
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.holder.level += 1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        self.trained.append(batch[:, 0].tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*no longer yields what it did", "ignore:.*was changed between")
+@pytest.mark.parametrize(
+    ("kind", "step", "named"),
+    [
+        (Levels, BATCHES + 2, "level was 4 and is 3"),
+        (Levels, 2 * BATCHES, "On the resume level was 5 and is 3"),
+        (Steps, 2 * BATCHES, "Steps had been changed when the checkpoint was written, and was changed to something"),
+    ],
+)
+def test_what_a_hook_sets_to_a_third_value_before_a_resume_is_named(
+    tmp_path: Path, kind: Any, step: int, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == step != 2 * BATCHES:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def run(path: Path | None = None) -> tuple[list[Any], str]:
+        caplog.clear()
+        holder = kind()
+        callback, own = StartsAnew(holder), [] if path else [Saves()]
+        trainer = quiet_trainer(callback, *own, StatefulDataCallback(seed=0), max_epochs=3)
+        loader = DataLoader(Levels(), 2, sampler=holder) if kind is Steps else DataLoader(holder, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(BoringModel(), loader, ckpt_path=path)
+        return callback.trained, "\n".join([caplog.text, *(str(one.message) for one in caught)])
+
+    whole, said = run()
+    assert named not in said
+    rest, said = run(tmp_path / "a.ckpt")
+    assert rest != whole[step:]
+    assert named in said
