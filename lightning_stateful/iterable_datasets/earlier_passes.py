@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_stateful.contents.code_uses import uses_any_of, uses_of
 from lightning_stateful.contents.held_state import changed_names
@@ -69,6 +70,8 @@ IN_MODULE = (
 class Reader(Protocol):
     """What reads passes over a dataset: an :class:`~.iterables.IterableSlot`."""
 
+    epoch: int
+
     def begin_pass(self, epoch: int) -> None:
         """Begin a pass."""
 
@@ -106,6 +109,9 @@ class EarlierPasses:
     def begin(self) -> list[str]:
         """Begin them; texts on why the resume may not be exact."""
         passes, history = self._state["passes"], self._history
+        if not history and get_worker_info() is not None:
+            # A hook may have told the trainer's epoch before this worker got its copy.
+            self._config.told[0].note_told(self._config.holders(), self._reader.epoch)
         outside = history.compare_outside(self._dataset, self._state["outside"])
         if len(passes) > len(history) and is_told(self._dataset):
             try:

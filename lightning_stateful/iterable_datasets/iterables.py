@@ -84,7 +84,7 @@ class IterableConfig:
 
     def __post_init__(self) -> None:
         if not self.told:
-            self.told.append(ToldEpochs(self._holders()))
+            self.told.append(ToldEpochs(self.holders()))
 
     def describe(self) -> dict[str, Any]:
         """Plain data to be compared."""
@@ -113,14 +113,14 @@ class IterableConfig:
     def set_epoch(self, epoch: int) -> None:
         """Tell all that have ``set_epoch`` the epoch, but those that somebody else has told another."""
         with OwnRandomness(mixed_seed(self.seed, epoch)):  # On all ranks and workers alike.
-            self.told[0].tell(self._holders(), epoch)
+            self.told[0].tell(self.holders(), epoch)
         self.warn_of_others(epoch)
 
     def warn_of_others(self, epoch: int, *, lives_on: bool = False) -> None:
         """Warn where somebody else has told the dataset of this process another epoch, and what lives on in workers."""
-        self.told[0].warn(self._holders(), epoch, lives_on=lives_on)
+        self.told[0].warn(self.holders(), epoch, lives_on=lives_on)
 
-    def _holders(self) -> list[Any]:
+    def holders(self) -> list[Any]:
         """The dataset, and the samplers that an iterable of batches has, as Lightning looks for them."""
         batches = getattr(self.dataset, "batch_sampler", None) if self.gives_batches else None
         sampler = getattr(self.dataset, "sampler", None) if self.gives_batches else None

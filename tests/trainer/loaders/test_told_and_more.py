@@ -15,10 +15,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from support.ledger import batches
-from support.runs import assert_goes_on_from_every_moment, ended, stopped, train_alone
+from support.runs import assert_goes_on_from_every_moment, ended, quiet_trainer, stopped, train_alone
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.iterable_datasets.earlier_passes import copied_with_shared_data
 
@@ -488,3 +491,33 @@ def test_a_dataset_that_shares_a_structure_between_processes_is_read() -> None:
     dataset = Shares()
     dataset.point = multiprocessing.Value(Point, 1, 2)  # type: ignore[attr-defined]  # as here
     train_alone(lambda: DataLoader(dataset, batch_size=4), max_epochs=2)
+
+
+class DrawsOn(IterableDataset[Any]):
+    """Shuffles with a generator that goes on, and gives the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch, self.draws = 0, random.Random(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.full((32,), 100.0 * self.epoch + one) for one in self.draws.sample(range(8), 8)])
+
+
+def test_a_hook_that_tells_the_trainers_epoch_is_no_other_to_workers_of_a_resume(tmp_path: Path) -> None:
+    def run(path: Path | None = None) -> list[Any]:
+        dataset, trained = DrawsOn(), list[Any]()
+        hooks = LambdaCallback(
+            on_train_epoch_start=lambda trainer, _: dataset.set_epoch(trainer.current_epoch),
+            on_train_batch_end=lambda *args: trained.append(args[3][:, 0].tolist()),
+        )
+        saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        callbacks = [hooks, StatefulDataCallback(seed=0), *([] if path else [saver])]
+        trainer = quiet_trainer(*callbacks, max_epochs=3, enable_checkpointing=not path, limit_val_batches=0)
+        trainer.fit(BoringModel(), DataLoader(dataset, 4, num_workers=1, persistent_workers=True), ckpt_path=path)
+        return trained
+
+    whole = run()
+    assert run(tmp_path / "epoch=0.ckpt") == whole[2:]
