@@ -58,11 +58,7 @@ class SetWithinPass:
             details: What has the state, as ``set_within``.
             is_within: Whether it is of a pass that goes on.
         """
-        saved: Mapping[str, Any] = details.get("set_within", {})
-        if not is_within and (known := details.get("set", {})):
-            # Of what is set between two passes as well, that is compared.
-            within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
-            saved = {"within": within, "ahead": [name for name in saved["ahead"] if name in within]} if within else {}
+        saved = _expected_in(details, is_within=is_within)
         self._expected = {**saved, "is_within": is_within} if saved else {}
         self._used = set(saved.get("used", ()) if is_within else ())
         if self._used:
@@ -247,12 +243,9 @@ class SetWithinShards:
             details: What has the state, as ``set_within``.
             is_within: Whether it is of a pass that goes on.
         """
-        saved: Mapping[str, Any] = details.get("set_within", {})
-        # Of what is set between two passes as well, that is compared.
-        known = {} if is_within else details.get("set", {})
-        within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
-        self._expected = {"within": within, "ahead": saved["ahead"], "is_within": is_within} if within else {}
-        self._set = dict.fromkeys(within, (-1, 0))
+        saved = _expected_in(details, is_within=is_within)
+        self._expected = {**saved, "is_within": is_within} if saved else {}
+        self._set = dict.fromkeys(saved.get("within", ()), (-1, 0))
 
     def note_begin(self) -> None:
         """A pass is about to begin, or to go on.
@@ -345,6 +338,17 @@ class SetWithinShards:
                 f"here. There functions had been run on up to {_AHEAD} samples before that was set, and here they are "
                 "run on them with it: the resume may not be exact in the batches of these. Set it between two epochs."
             )
+
+
+def _expected_in(details: Mapping[str, Any], *, is_within: bool) -> Mapping[str, Any]:
+    """What a state has of a pass as ``set_within``; of one that is over, but for what is set between passes as well."""
+    saved: Mapping[str, Any] = details.get("set_within", {})
+    # Of that the value between them is compared.
+    known = {} if is_within else details.get("set", {})
+    if not known:
+        return saved
+    within = {name: held for name, held in saved.get("within", {}).items() if name not in known}
+    return {"within": within, "ahead": [name for name in saved["ahead"] if name in within]} if within else {}
 
 
 def _warn(message: str) -> None:
