@@ -515,19 +515,27 @@ class Weighted(Sampler[int]):
         return iter(torch.multinomial(self.weights, LENGTH, replacement=True).tolist())
 
 
-class Flattens(pl.Callback):
-    """Changes the weights before each epoch, by what they were or by the epoch; and saves at the end of one."""
+class SavesEpoch(pl.Callback):
+    """Saves at the end of an epoch."""
 
-    def __init__(self, sampler: Weighted, path: Path, epoch: int, *, builds: bool) -> None:
-        self.sampler, self.path, self.epoch, self.builds = sampler, path, epoch, builds
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        power = 0.5 if self.builds else 0.5 ** (trainer.current_epoch + 1)
-        self.sampler.weights = (self.sampler.weights if self.builds else torch.linspace(1, 5, LENGTH)) ** power
+    def __init__(self, sampler: Any, path: Path, epoch: int) -> None:
+        self.sampler, self.path, self.epoch = sampler, path, epoch
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == self.epoch and trainer.ckpt_path is None:
             trainer.save_checkpoint(self.path)
+
+
+class Flattens(SavesEpoch):
+    """Changes the weights before each epoch, by what they were or by the epoch; and saves at the end of one."""
+
+    def __init__(self, *args: Any, builds: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.builds = builds
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        power = 0.5 if self.builds else 0.5 ** (trainer.current_epoch + 1)
+        self.sampler.weights = (self.sampler.weights if self.builds else torch.linspace(1, 5, LENGTH)) ** power
 
 
 @pytest.mark.parametrize("builds", [True, False])
@@ -556,18 +564,15 @@ class InOrder(Sampler[int]):
         return iter(list(self.order))
 
 
-class Shuffles(pl.Callback):
+class Shuffles(SavesEpoch):
     """Shuffles it in place before each epoch, and perhaps restores it; and saves at the end of one."""
 
-    def __init__(self, sampler: InOrder, path: Path, epoch: int, *, restores: bool) -> None:
-        self.sampler, self.path, self.epoch, self.restores = sampler, path, epoch, restores
+    def __init__(self, *args: Any, restores: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.restores = restores
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         random.Random(trainer.current_epoch).shuffle(self.sampler.order)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch and trainer.ckpt_path is None:
-            trainer.save_checkpoint(self.path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": list(self.sampler.order)}
