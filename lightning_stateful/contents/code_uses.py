@@ -117,6 +117,12 @@ def attributes_read(owner: Any, functions: frozenset[str]) -> set[str]:
     return {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
 
 
+def functions_naming(owner: Any, name: str, read: frozenset[str]) -> list[tuple[_Function, str]]:
+    """Functions of names ``read``, and what they call, whose source names a value; and how they name their object."""
+    codes = [code for code in _code_of(owner, read) if name in names_in(code)]
+    return [one for code in codes for one in _functions_of(code)]
+
+
 def forgets(kind: type, method: str, name: str) -> bool:
     """Whether a method sets an attribute whenever it is called, and it and what it calls use nothing of what was in it.
 
@@ -255,7 +261,7 @@ def _is_under_key(node: ast.AST, owner: str) -> bool:
 
 def _is_key(node: ast.AST) -> bool:
     """Whether an index follows from variables alone."""
-    calls = [_called(part) for part in ast.walk(node) if isinstance(part, ast.Call)]
+    calls = [called_name(part) for part in ast.walk(node) if isinstance(part, ast.Call)]
     is_slice = any(isinstance(part, ast.Slice) for part in ast.walk(node))
     return not is_slice and {*calls} <= {"int", "str"} and any(isinstance(part, ast.Name) for part in ast.walk(node))
 
@@ -325,7 +331,7 @@ class _Uses(ast.NodeVisitor):
         if isinstance(step, ast.Assign):
             return all(map(self._holds, step.targets)) and isinstance(step.value, ast.Constant)
         is_call = isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)
-        return isinstance(step, ast.Pass) or (is_call and _called(step.value) in _TELL)  # type: ignore[attr-defined]
+        return isinstance(step, ast.Pass) or (is_call and called_name(step.value) in _TELL)  # type: ignore[attr-defined]
 
     def _keeps(self, step: ast.stmt, block: list[ast.stmt]) -> bool:
         """Whether a statement only writes down, counts, keeps a sample under its key, or takes one that was kept."""
@@ -358,7 +364,7 @@ class _Uses(ast.NodeVisitor):
         return ast.unparse(value) in self._kept
 
     def _is_put(self, node: ast.Call) -> bool:
-        return _called(node) in _PUT and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value)
+        return called_name(node) in _PUT and isinstance(node.func, ast.Attribute) and self._is_named(node.func.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         called = node.value.func if isinstance(node.value, ast.Call) else None
@@ -409,7 +415,7 @@ class _Uses(ast.NodeVisitor):
         if any(map(self._holds, node.targets)) and self._is_in(node.value):
             # Also one that is made where it is None.
             self.counts = True
-            is_len = isinstance(node.value, ast.Call) and _called(node.value) == "len"
+            is_len = isinstance(node.value, ast.Call) and called_name(node.value) == "len"
             self.grows = self.grows or is_len or (isinstance(node.value, ast.BinOp) and not self._is_now_and_then)
         elif not self._goes_into(node.targets, node.value):
             for target in node.targets:
@@ -431,7 +437,7 @@ class _Uses(ast.NodeVisitor):
 
     def _is_simple(self, value: ast.expr) -> bool:
         """Whether nothing of the user's is called with the value."""
-        calls = [part for part in ast.walk(value) if isinstance(part, ast.Call) and _called(part) not in _NUMBER]
+        calls = [part for part in ast.walk(value) if isinstance(part, ast.Call) and called_name(part) not in _NUMBER]
         return not any(self._is_in(*part.args, *part.keywords) for part in calls)
 
     def _goes_into(self, targets: list[ast.expr], value: ast.expr) -> bool:
@@ -448,7 +454,7 @@ class _Uses(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        called, first = _called(node), node.args[0] if node.args else None
+        called, first = called_name(node), node.args[0] if node.args else None
         is_selfs = isinstance(first, ast.Name) and first.id == "self"
         names = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
         if called in _TAKE and is_selfs and names in ([], [self._name]):
@@ -488,6 +494,6 @@ class _Uses(ast.NodeVisitor):
             self.uses = self.uses_all = True
 
 
-def _called(node: ast.Call) -> str:
+def called_name(node: ast.Call) -> str:
     """The last name of what is called."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,15 @@ def logged_metrics(trainer: pl.Trainer, *, epoch_over: bool = False, is_step: bo
         known = dict(of_dict)
         for of_results in newer:
             known |= of_results[_PARTS[kind]]
-        of_kind = {name: value for name, value in known.items() if name.removesuffix("_epoch") not in left_out}
+        # A hook may have written anything into these dicts.
+        numbers = {name: value for name, value in known.items() if _is_number(value)}
+        of_kind = {name: value for name, value in numbers.items() if name.removesuffix("_epoch") not in left_out}
         found[kind] = {name: float(value) for name, value in sorted(of_kind.items())}
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _dicts_of_metrics(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:

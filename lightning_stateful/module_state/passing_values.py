@@ -8,10 +8,9 @@ has changed are lost by a resume, unless a hook restores them.
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,7 +23,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stateful.contents.code_uses import attributes_read, is_set_anew, uses_of
+from lightning_stateful.contents.code_uses import attributes_read, is_set_anew
+from lightning_stateful.contents.training_uses import (
+    changes_training_with,
+    leaf_of,
+    names_in_transfers,
+    steps_with,
+    trains_with,
+)
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import (
     LIGHTNINGS,
@@ -32,7 +38,6 @@ from lightning_stateful.generators.attributes import (
     attributes_and_defaults,
     attributes_of,
     closure_of,
-    defaults_of_class,
     is_users,
     package_of,
 )
@@ -53,10 +58,6 @@ _LEFT_OUT = (Dataset, DataLoader, pl.LightningDataModule, pl.Trainer)
 _HOLDERS = (SimpleNamespace, UserDict, UserList, Queue)
 # What an optimizer saves, and what torch's class keeps for itself.
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])))
-# Functions that train; Lightning's own lead to them.
-_TRAINS = frozenset({"training_step", "forward", "on_train_batch_start", "on_after_backward", "optimizer_step"})
-# Those that see a batch before, also of a data module.
-_TRANSFERS = frozenset({"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"})
 # Hooks that a resume calls again ahead of its first batch: of a validation that was due, or of an epoch's end.
 _AGAIN = frozenset(
     {
@@ -231,7 +232,9 @@ def look_once(trainer: pl.Trainer) -> None:
     now = {name: held for name, held in now.items() if not name.startswith(first)}
     now |= {name: held for name, held in at_start.items() if name.startswith(first)}
     # So have hooks that move the first batch to a device, perhaps.
-    moved = _names_in_transfers(trainer, {**now, **known.saved["remembered"]})
+    data = data_module_of(trainer)
+    batch_owners = {"": trainer.lightning_module, **({} if data is None else {f"{type(data).__qualname__}.": data})}
+    moved = names_in_transfers(batch_owners, {**now, **known.saved["remembered"]})
     now = {name: held for name, held in now.items() if name not in moved}
     now |= {name: at_start[name] for name in moved if name in at_start}
     others = {name: was for name, was in known.saved["remembered"].items() if now.get(name) != was}
@@ -245,19 +248,23 @@ def look_once(trainer: pl.Trainer) -> None:
         name for name, was in others.items() if now.get(name) == begun.get(name) and (name, was) not in known.shared
     ]
     of_rank = f" of rank {trainer.global_rank}" if trainer.world_size > 1 else ""
-    used = [name for name in left if _is_trained_with(trainer, name)]
-    stepped = [name for name in left if name not in used and _is_stepped_with(trainer, name)]
-    moved = [name for name in left if name not in used and name in _names_in_transfers(trainer, moved, used=True)]
-    steps = [name for name in left if name.endswith(_STEPS) and name not in (*used, *stepped)]
-    logged = [name for name in left if name not in (*used, *stepped, *moved, *steps)]
+    moved = names_in_transfers(batch_owners, moved, used=True)
     all_owners = "module, callbacks, optimizers or data module"
-    for names, owners, what in (
-        (used, "module", "training_step uses and "),
-        (stepped, "optimizers", "step() uses and "),
-        (moved, "module or data module", "hooks of the transfer of batches use and "),
-        (steps, all_owners, "set learning rates and "),
-        (logged, all_owners, ""),
-    ):
+    kinds: list[tuple[str, str, Callable[[str], bool]]] = [
+        ("module", "training_step uses and ", partial(trains_with, trainer.lightning_module)),
+        ("optimizers", "step() uses and ", partial(steps_with, trainer.optimizers)),
+        ("module or data module", "hooks of the transfer of batches use and ", moved.__contains__),
+        (all_owners, "set learning rates and ", lambda name: name.endswith(_STEPS)),
+        (
+            "callbacks",
+            "hooks which change the module, its gradients or optimizers use and ",
+            partial(changes_training_with, callbacks_of(trainer)),
+        ),
+        (all_owners, "", lambda _: True),
+    ]
+    for owners, what, is_one in kinds:
+        names = [name for name in left if is_one(name)]
+        left = [name for name in left if name not in names]
         if not names:
             continue
         said = [_change(name, others[name], now.get(name, "not set")) for name in names]
@@ -318,47 +325,7 @@ def _changed_again(trainer: pl.Trainer, known: _Watch, kind: str, now: Texts) ->
     others = {name: was for name, was in known.saved[kind].items() if begun.get(name) not in (was, now.get(name))}
     owners = [trainer.lightning_module, *callbacks_of(trainer)] if others else []
     read = {name for owner in owners for name in attributes_read(owner, _AGAIN)}
-    return {name: was for name, was in others.items() if _leaf(name) in read}
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2].partition("[")[0]
-
-
-def _is_trained_with(trainer: pl.Trainer, name: str) -> bool:
-    """Whether code that trains uses an attribute of the module, or of a part of it, as an earlier batch has left it."""
-    module = trainer.lightning_module
-    for prefix, part in module.named_modules():
-        inner = name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
-        leaf = inner.partition("[")[0].partition(".")[0]
-        # One that is not set yet may have its value from the class, or from the first batch. Callbacks' have a dot.
-        is_held = leaf in vars(part) or leaf in defaults_of_class(part) or (inner and "." not in inner)
-        if is_held and is_users(type(part).__module__):
-            # Of what an object in an attribute holds, that name.
-            last = _leaf(inner)
-            held = vars(part).get(leaf)
-            # Of a function it is a variable.
-            how = {"may_be_called": callable(held), "is_variable": isinstance(held, FunctionType) and "." in inner}
-            use = uses_of(module, last, **how, read=_TRAINS)
-            return use.uses and (use.carries or not is_set_anew(module, last, _TRAINS))
-    return False
-
-
-def _names_in_transfers(trainer: pl.Trainer, names: Iterable[str], *, used: bool = False) -> list[str]:
-    """Of names of attributes, those that hooks of the transfer of batches to a device read, or only those they use."""
-    data, found = data_module_of(trainer), []
-    owners = {"": trainer.lightning_module, **({} if data is None else {f"{type(data).__qualname__}.": data})}
-    kinds = {
-        prefix: [one for one in type(owner).__mro__ if is_users(one.__module__)] for prefix, owner in owners.items()
-    }
-    own = {prefix for prefix, of in kinds.items() if any(not _TRANSFERS.isdisjoint(vars(kind)) for kind in of)}
-    owners = {prefix: owner for prefix, owner in owners.items() if prefix in own}
-    read = {prefix: attributes_read(owner, _TRANSFERS) for prefix, owner in owners.items()}
-    for name, prefix in ((name, prefix) for name in names for prefix in owners if name.startswith(prefix)):
-        leaf = re.split(r"[.\[]", name[len(prefix) :])[0]
-        if leaf in read[prefix] and (not used or uses_of(owners[prefix], leaf, read=_TRANSFERS).uses):
-            found.append(name)
-    return found
+    return {name: was for name, was in others.items() if leaf_of(name) in read}
 
 
 def _is_set_by_epoch(trainer: pl.Trainer, name: str) -> bool:
@@ -368,16 +335,6 @@ def _is_set_by_epoch(trainer: pl.Trainer, name: str) -> bool:
         name.startswith(prefix) and is_set_anew(owner, name[len(prefix) :], frozenset({"on_train_epoch_start"}))
         for prefix, owner in held
     )
-
-
-def _is_stepped_with(trainer: pl.Trainer, name: str) -> bool:
-    """Whether an attribute is one of a user's optimizer that its ``step()`` uses."""
-    for optimizer in trainer.optimizers:
-        prefix = f"{type(optimizer).__qualname__}."
-        if name.startswith(prefix) and is_users(type(optimizer).__module__):
-            leaf = name[len(prefix) :].partition("[")[0].partition(".")[0]
-            return uses_of(optimizer, leaf, read=frozenset({"step"})).uses
-    return False
 
 
 def _change(name: str, was: str, now: str) -> str:

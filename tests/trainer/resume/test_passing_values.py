@@ -627,3 +627,109 @@ def test_so_are_those_that_hooks_of_the_transfer_of_batches_change(
         told = [str(one.message) for one in caught if "that hooks of the transfer of batches use" in str(one)]
         assert [named in one for one in told] == [True] * bool(path and named), told
     assert torch.equal(*weights) is not bool(named)
+
+
+class Clips(Callback):
+    """Clips gradients to the mean of the norms so far."""
+
+    def __init__(self) -> None:
+        self.norms = [0.01]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        mean = sum(self.norms) / len(self.norms)
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(pl_module.parameters(), mean)))
+
+
+class WarmsUp(Callback):
+    """Raises the learning rate by the batches that it has seen."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        optimizer = pl_module.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * self.batches
+
+
+class KeepsItsCount(WarmsUp):
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+class SetsFactor(Callback):
+    """Sets a factor of the loss from an average of its own."""
+
+    def __init__(self) -> None:
+        self.average = 1.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.average = 0.5 * self.average + 0.1
+        model = pl_module
+        model.scale = self.average
+
+
+class Watches(Callback):
+    """Logs what it has counted, and keeps an average of the weights for later."""
+
+    def __init__(self) -> None:
+        self.count, self.average, self.rates = 0, torch.zeros(32), []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.begun = self.count
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.count += 1
+        found = {}
+        found["rate"] = self.count / (1 + self.begun)
+        self.rates.append(self.count - self.begun)
+        pl_module.log("rate", found["rate"])
+        trainer.logged_metrics["rates"] = torch.tensor(self.rates)
+        self.average.lerp_(pl_module.layer.weight[0].detach(), 0.1)
+        pl_module.layer.weight.requires_grad_(True)
+
+
+class ClipsItself(Trains):
+    """Clips gradients of its own by what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = [0.01]
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **how: Any) -> None:
+        mean = sum(self.norms) / len(self.norms)
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), mean)))
+
+
+@pytest.mark.parametrize(
+    ("callback", "kind", "named"),
+    [
+        (Clips, BoringModel, "Attributes of the callbacks that hooks which change the module, its gradients or optim"),
+        (WarmsUp, BoringModel, "WarmsUp.batches was 3 and is 0"),
+        (SetsFactor, ByScale, "SetsFactor.average was"),
+        (KeepsItsCount, BoringModel, ""),
+        (Watches, BoringModel, ""),
+        (Watches, ClipsItself, "Attributes of the module that training_step uses"),
+    ],
+)
+def test_so_are_those_of_callbacks_by_which_hooks_change_training(
+    tmp_path: Path, callback: Any, kind: Any, named: str
+) -> None:
+    data, weights = [torch.full((32,), number / 10) for number in range(8)], []
+    for path in (None, tmp_path / "step=3.ckpt"):
+        model = kind()
+        torch.nn.init.constant_(model.layer.weight, 0.1)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": not path}
+        trainer = quiet_trainer(*([] if path else [saver]), callback(), StatefulDataCallback(seed=0), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(data, batch_size=2, shuffle=True), ckpt_path=path)
+        weights.append(model.layer.weight)
+        said = [str(one.message) for one in caught if "Attributes of the" in str(one.message)]
+        assert any(named in one for one in said) == bool(path and named), said
+    assert torch.equal(*weights) is not bool(named)
