@@ -99,6 +99,11 @@ def changes_training_with(callbacks: Iterable[Any], name: str) -> bool:
     return False
 
 
+def changes_in_place(owner: Any, hook: str) -> bool:
+    """Whether a hook, or what it calls, names methods or functions of torch that change a tensor in place."""
+    return any(map(_is_in_place, attributes_read(owner, frozenset({hook}))))
+
+
 def _changes_others(function: ast.AST, own: str, leaf: str) -> bool:
     """Whether a method changes something by an attribute, but for its own object, ``own``, and what it has made."""
     parts = list(ast.walk(function))
@@ -154,7 +159,11 @@ def _has(node: ast.AST, found: set[ast.AST]) -> bool:
 
 
 def _changes(name: str) -> bool:
-    return name in _CHANGE or (name.endswith("_") and not name.endswith("__"))
+    return name in _CHANGE or _is_in_place(name)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
 
 
 def _root_of(node: ast.expr) -> str:

@@ -88,6 +88,7 @@ _PARTS = {
     "last_gradients": {str: object},
     "counted": {str: str},
     "missed": [str],
+    "again": [str],
     "later": [str],
     "pruned": [str],
     "results": Either(

@@ -8,7 +8,7 @@ behind the optimizer's step the batch counts, and ``on_train_batch_end`` was not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_stateful.contents.training_uses import changes_in_place
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, WeightAveraging, pl
@@ -33,7 +34,7 @@ _WINDOW = "_counted_in_window"
 _MOST_NAMED = 64
 # Items of a container that are looked at, and how deep: whoever averages weights does so with all of them.
 _MOST, _DEEPEST = 256, 3
-_BATCH_END = "on_train_batch_end"
+_BATCH_END, _BATCH_START, _EPOCH_START = "on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"
 
 
 class _Window:
@@ -119,13 +120,32 @@ def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     return list(dict.fromkeys(kind.__qualname__ for kind in kinds if _has_batch_end(kind)))
 
 
-def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> None:
+def called_again(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """Hooks that were called before a save and that a resume calls again, where they change tensors in place.
+
+    Args:
+        trainer: The trainer.
+        progress: The progress of training as it is saved.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    begun = ""
+    if not progress.running:
+        begun = _EPOCH_START if epochs.ready > epochs.started else ""
+    elif not progress.ended:
+        begun = _BATCH_START if batches.ready > progress.batch else ""
+    owners = [one for one in (*callbacks_of(trainer), trainer.lightning_module) if is_users(type(one).__module__)]
+    return [f"{type(one).__qualname__}.{begun}" for one in owners if begun and changes_in_place(one, begun)]
+
+
+def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: Sequence[str], again: Sequence[str]) -> None:
     """Begin to follow what is counted, and warn on a resume of what a checkpoint has; called in ``on_train_start``.
 
     Args:
         trainer: The trainer.
         twice: What :func:`counted_twice` gave.
         missed: What :func:`left_out` gave.
+        again: What :func:`called_again` gave.
 
     Warns:
         StatefulWarning: Something was restored that has counted batches which are trained on again, or lacks one.
@@ -138,6 +158,14 @@ def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: list[str]) -> N
             f"on_train_batch_end was not called for it, or not of all. So {some_of(missed)} may lack that batch: if "
             "training depends on that, the resume is not exact. Resume from a checkpoint that was written at the end "
             "of a batch.",
+            category=StatefulWarning,
+        )
+    if again:
+        rank_zero_warn(
+            f"The checkpoint was written when {some_of(again)} had been called, within that hook or within the batch, "
+            "and on the resume it is called again. It changes tensors in place: if they are weights or buffers, it "
+            "changes them twice, and the resume is not exact. Resume from a checkpoint that was written at the end of "
+            "a batch or of an epoch.",
             category=StatefulWarning,
         )
     if twice:

@@ -93,7 +93,8 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
-    counted_batches.watch(trainer, (saved or {}).get("counted", {}), (saved or {}).get("missed", []))
+    counted, missed, again = ((saved or {}).get(name, ()) for name in ("counted", "missed", "again"))
+    counted_batches.watch(trainer, dict(counted), missed, again)
     later_hooks.watch(trainer, (saved or {}).get("later", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in callbacks_of(trainer):
@@ -184,7 +185,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
         which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
         manual optimization makes inexact. ``gradients`` and ``last_gradients``: see :func:`.optimizer_steps.gradients`.
-        ``counted`` and ``missed``: see :mod:`.counted_batches`. ``later``: see :mod:`.later_hooks`.
+        ``counted``, ``missed`` and ``again``: see :mod:`.counted_batches`. ``later``: see :mod:`.later_hooks`.
     """
     if trainer is None:
         return {}
@@ -222,6 +223,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         found["counted"] = counted
     if missed := counted_batches.left_out(trainer, progress):
         found["missed"] = missed
+    if again := counted_batches.called_again(trainer, progress):
+        found["again"] = again
     if later := later_hooks.note_save(trainer):
         found["later"] = later
     _warn_of_buffers(trainer, progress, started)

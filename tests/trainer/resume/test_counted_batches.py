@@ -212,3 +212,84 @@ def test_a_save_at_the_end_of_a_batch_says_nothing(tmp_path: Path) -> None:
     for step in (1, 6):
         made = counting()
         assert not said_on_resume(Counted(), tmp_path / f"step={step}.ckpt", *made, limit_val_batches=0)
+
+
+class ShrinksEpochs(Callback):
+    """Makes all weights smaller as an epoch starts."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.shrink(pl_module)
+
+    def shrink(self, pl_module: Any) -> None:
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.mul_(0.9)
+
+
+class ShrinksBatches(ShrinksEpochs):
+    """Makes all weights smaller as a batch starts."""
+
+    on_train_epoch_start = Callback.on_train_epoch_start  # type: ignore[assignment]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.shrink(pl_module)
+
+
+class FailsOnce(BoringModel):
+    """Raises an error in a hook of the second batch of the second epoch, or as that epoch starts."""
+
+    def __init__(self, hook: str = "") -> None:
+        super().__init__()
+        self.hook = hook
+        for part in self.parameters():
+            torch.nn.init.constant_(part, 0.1)
+
+    def fail(self, hook: str, batch_idx: int) -> None:
+        if hook == self.hook and self.current_epoch == 1 and batch_idx in (-1, 1):
+            raise ConnectionError("away")
+
+    def on_train_epoch_start(self) -> None:
+        self.fail("on_train_epoch_start", -1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_start", batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("training_step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_end", batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint")
+@pytest.mark.parametrize(
+    ("kind", "hook", "named"),
+    [
+        (ShrinksEpochs, "on_train_epoch_start", "ShrinksEpochs.on_train_epoch_start"),
+        (ShrinksEpochs, "on_train_batch_start", ""),
+        (ShrinksBatches, "on_train_batch_start", "ShrinksBatches.on_train_batch_start"),
+        (ShrinksBatches, "training_step", "ShrinksBatches.on_train_batch_start"),
+        (ShrinksBatches, "on_train_batch_end", ""),
+        (ShrinksBatches, "on_train_epoch_start", ""),
+        (Callback, "training_step", ""),
+    ],
+)
+def test_hooks_that_change_weights_and_are_called_again_are_named(
+    tmp_path: Path, kind: Any, hook: str, named: str
+) -> None:
+    data, options = [torch.full((32,), number / 20) for number in range(16)], {"limit_val_batches": 0, "max_epochs": 3}
+    saver = OnExceptionCheckpoint(tmp_path, "error")
+    trainer = quiet_trainer(kind(), StatefulDataCallback(seed=0), saver, enable_checkpointing=True, **options)
+    with pytest.raises(ConnectionError):
+        trainer.fit(FailsOnce(hook), DataLoader(data, batch_size=2))
+    weights, said = [], []
+    for path in (None, tmp_path / "error.ckpt"):
+        model, trainer = FailsOnce(), quiet_trainer(kind(), StatefulDataCallback(seed=0), **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(data, batch_size=2), ckpt_path=path)
+        weights.append(model.layer.weight)
+        said += [str(one.message) for one in caught if "is called again" in str(one.message)]
+    assert torch.equal(*weights) is not bool(named)
+    assert [named in one for one in said] == [True] * bool(named), said
