@@ -208,24 +208,29 @@ def set_before_effect(order: UserSampler) -> dict[str, str]:
     that begins as it did. Of one that does not more is compared.
     """
     built = order.facts.left_alone if order.is_trained_on and "nondeterministic" not in order.accept else {}
-    now = held_by(order.sampler, order.dataset) if built and not order.remembers else {}
+    now = held_by(order.sampler, order.dataset) if built and not order.facts.remembers else {}
     changed = {name: now[name] for name, was in built.items() if now.get(name, was) != was}
     return changed if changed and sequence_now(order, order.sequence) == order.sequence else {}
+
+
+def is_set_within(order: UserSampler, names: Mapping[str, str]) -> bool:
+    """Whether one of the attributes that :func:`set_before_effect` gave was another when the latest pass began."""
+    return any(order.memory.held.get(name, now) != now for name, now in names.items())
 
 
 def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool) -> None:
     """Tell of attributes that a hook had set before a stop, and that are as built where the epoch is begun here.
 
-    Within an epoch it is said in the log: a hook that sets them as an epoch starts comes again. So it is of those that
-    no method of the sampler names.
+    Within an epoch it is said in the log, unless they were set within it: a hook that sets them as an epoch starts
+    comes again. So it is of those that no method of the sampler names.
 
     Args:
         order: The sampler.
         names: Those of :func:`set_before_effect` in the state.
-        is_within: Whether items of the epoch were used.
+        is_within: Whether items of the epoch were used, and none was set since it began.
 
     Warns:
-        StatefulWarning: An epoch begins, and a method names one.
+        StatefulWarning: An epoch begins, or one was set within it, and a method names one.
     """
     built = order.facts.left_alone
     now = held_by(order.sampler, order.dataset) if built.keys() & names else {}

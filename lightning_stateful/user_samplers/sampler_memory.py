@@ -60,6 +60,7 @@ class SamplerMemory:
         begins_as: Of one that training changes, or may, digest of its first epoch as it was when the latest began, or
             several that are right for an epoch to be begun again.
         is_as_tried: Whether nobody has changed the sampler between its trial and its first pass; not of torch's own.
+        held: Digests of what it held when the latest pass began, by name, where something else may set it.
         tried: The facts of trying it before anybody had iterated it, by what they depend on.
         is_shared: Whether several loaders that are trained on share it.
     """
@@ -80,6 +81,7 @@ class SamplerMemory:
         self.looked_at, self.begins_as = tuple[Any, ...](), tuple[str, ...]()
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
+        self.held: dict[str, str] = {}
         # The passes of the latest state that were begun again.
         self._begun_again: list[list[int]] | None = None
         self._told = ToldEpochs(parts.samplers, once=True)
@@ -305,6 +307,7 @@ class SamplerMemory:
             self._told.warn(SamplerParts(order.sampler, order.dataset).samplers, begun.label[0])
         if not self._began_with or order.has_set_epoch:
             self._began_with = digest_of_contents(order.sampler, order.dataset, epoch=begun.label[0])
+        self.held = sampler_trial.held_by(order.sampler, order.dataset) if order.facts.left_alone else {}
 
     def note_last(self, order: UserSampler, latest: SamplerPass, *, goes_on: bool) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change.

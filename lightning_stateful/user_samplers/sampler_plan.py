@@ -20,7 +20,12 @@ from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.user_samplers.iterated_sampler import UserSampler
-from lightning_stateful.user_samplers.resumed_epoch import is_noted_here, set_before_effect, warn_of_unset
+from lightning_stateful.user_samplers.resumed_epoch import (
+    is_noted_here,
+    is_set_within,
+    set_before_effect,
+    warn_of_unset,
+)
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by
 
@@ -142,7 +147,8 @@ class SamplerEpochPlan:
         if order.is_trained_on and is_noted_here(order) and not {"sequence", "nondeterministic"} & {*order.accept}:
             walk.ahead = self._begun.details.get("ahead") or ()
             if names := self._begun.details.get("set"):
-                walk.when_there = partial(warn_of_unset, order, names, is_within=self._begun.consumed > 0)
+                is_within = self._begun.consumed > 0 and not self._begun.details.get("set_within")
+                walk.when_there = partial(warn_of_unset, order, names, is_within=is_within)
         if self._is_listed:
             walk.listed, walk.goes_on = self._length, True
         steps = self._steps(walk, begun.consumed, rank, begun.cycle * _MANY_ITEMS)
@@ -201,9 +207,12 @@ class SamplerEpochPlan:
 
     def _set_by_others(self) -> dict[str, Any]:
         """What hooks have set for a later epoch, or had in the run that is resumed where this has not gone on here."""
-        loaded = self._begun.details.get("set") if self._latest is None else None
-        found = loaded or set_before_effect(self.order)
-        return {"set": found} if found else {}
+        loaded = self._begun.details
+        if self._latest is None and loaded.get("set"):
+            return {name: loaded[name] for name in ("set", "set_within") if name in loaded}
+        found = set_before_effect(self.order)
+        is_within = self._latest is not None and is_set_within(self.order, found)
+        return {"set": found, **({"set_within": True} if is_within else {})} if found else {}
 
     def passes_if_unread(self) -> list[list[int]] | None:
         """The passes that a state tells of and the one that it was taken in, if that has not been begun again here."""

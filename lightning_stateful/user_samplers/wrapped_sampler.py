@@ -57,7 +57,7 @@ _NOTE = (COUNT, str, object)
 _NOTED = Either((), [Either((), _NOTE)], _NOTE, (*_NOTE, Either(None, (COUNT, COUNT, str))))
 _PASSES = [(EPOCH, CYCLE, range(-1, COUNT.stop), range(1, COUNT.stop))]
 _OF_CHANGES = {"began?": str, "changed?": bool, "held?": {str: str}, "set?": {str: str}, "ahead?": (COUNT, COUNT, str)}
-_DETAILS = {"passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), **_OF_CHANGES}
+_DETAILS = {"passes?": _PASSES, "since?": _PASSES, "items?": Either(None, COUNT), "set_within?": bool, **_OF_CHANGES}
 # Options that change how items are dealt out, and not what the sampler yields.
 _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated", "is_dealt_out", "is_wrapped"})
 

@@ -267,3 +267,52 @@ def test_what_a_hook_sets_on_a_sampler_before_it_has_an_effect_is_named_if_it_is
     assert [text in one for one in said] == [True] * (name == "bad" and not again and steps == 6)
     # A hook that sets it as an epoch starts comes again only behind the epoch that is resumed.
     assert len(logged) == (not said and again != "on_train_start" and (steps == 8 or not again))
+
+
+class MinesLater(Sampler[int]):
+    """Draws by losses from its fourth epoch on, which training writes into it."""
+
+    def __init__(self) -> None:
+        self.losses, self.epoch = torch.zeros(24), 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.randperm(24) if self.epoch < 3 else torch.multinomial(self.losses, 24, True)
+        return iter(drawn.tolist())
+
+
+class WritesLosses(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[list[int]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        numbers = batch[:, 0].long()
+        self.trainer.train_dataloader.sampler.losses[numbers] = self.current_epoch + 1.0 + numbers % 5  # type: ignore[union-attr]
+        self.trained.append(numbers.tolist())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("steps", [3, 8, 12])
+def test_losses_that_training_writes_into_a_sampler_before_they_have_an_effect_are_named(
+    tmp_path: Path, steps: int
+) -> None:
+    def fit(path: Path | None = None, max_steps: int = -1) -> tuple[list[list[int]], Any, list[str]]:
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=4, max_steps=max_steps, limit_val_batches=0)
+        data, model = torch.arange(24.0)[:, None].expand(24, 32), WritesLosses()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(data, sampler=MinesLater(), batch_size=4), ckpt_path=path)
+        return model.trained, trainer, [str(one.message) for one in caught if "MinesLater" in str(one.message)]
+
+    _, stopped, said = fit(max_steps=steps)
+    assert not said
+    stopped.save_checkpoint(tmp_path / "x.ckpt")
+    _, _, said = fit(tmp_path / "x.ckpt")
+    text = "MinesLater.losses had been set in training when the checkpoint was written, and is as it was built here"
+    assert any(text in one for one in said), said
