@@ -22,7 +22,15 @@ from lightning_stateful.contents.code_uses import uses_of
 from lightning_stateful.contents.held_state import SHARED, HeldState, are_equal, changed_names
 from lightning_stateful.contents.value_texts import OBJECT, shortened, texts
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_lightnings, is_users, names_in, reached
+from lightning_stateful.generators.attributes import (
+    PLAIN,
+    attributes_of,
+    is_lightnings,
+    is_users,
+    methods_of,
+    names_in,
+    reached,
+)
 from lightning_stateful.iterable_datasets.outside_values import OutsideValues
 from lightning_stateful.loaders.packed_dataset import PackedDataset
 from lightning_stateful.loaders.stateful_loader import StatefulLoader
@@ -248,7 +256,7 @@ class DatasetSettings:
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
     def _is_only_written(self, path: str, name: str) -> bool:
-        """Whether the code that reads samples names a value, and only counts it or writes it down."""
+        """Whether the code that reads samples names a value, and only counts it or writes it down; samplers' too."""
         if path in self._loaders and (path, name) not in self._only_written:
             loader = self._loaders[path]
             of, leaf = (loader.dataset, loader.collate_fn), name.rpartition(".")[2]
@@ -259,7 +267,10 @@ class DatasetSettings:
             use = uses_of(of, leaf, is_variable=is_variable, may_be_called=True)
             # Of the code of objects that variables of modules hold nothing is known but that they are called.
             is_seen = use.counts or not _is_of_module(name)
-            self._only_written[path, name] = is_named and not use.uses and is_seen
+            own = users_loader(loader)
+            methods = [methods_of(getattr(own, held, None)) for held in ("sampler", "batch_sampler")]
+            is_drawn_by = uses_of(methods, leaf).uses
+            self._only_written[path, name] = is_named and not use.uses and is_seen and not is_drawn_by
         return self._only_written.get((path, name), False)
 
     def _of(self, path: str) -> dict[str, str]:

@@ -73,6 +73,12 @@ def attributes_and_defaults(value: object) -> dict[str, Any]:
     return {**defaults_of_class(value), **attributes_of(value)}
 
 
+def methods_of(value: object) -> list[FunctionType]:
+    """The functions of the user's classes that an object is of, but for ``__init__``."""
+    held = [pair for kind in type(value).__mro__ if is_users(kind.__module__) for pair in vars(kind).items()]
+    return [one for name, one in held if isinstance(one, FunctionType) and name != "__init__"]
+
+
 def function_in(value: Any) -> Any:
     """What a partial or a bound method calls in the end; another value as it is."""
     while isinstance(value, (partial, MethodType)):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError, some_of
-from lightning_stateful.generators.attributes import names_in
+from lightning_stateful.generators.attributes import methods_of, names_in
 from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
@@ -237,9 +236,7 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
     left = sorted(name for name in names if name in now and now[name] == built.get(name))
     if not left:
         return
-    held = [pair for kind in type(order.sampler).__mro__ for pair in vars(kind).items()]
-    methods = [one for name, one in held if isinstance(one, FunctionType) and name != "__init__"]
-    is_named = any(name in names_in(method.__code__) for method in methods for name in left)
+    is_named = any(name in names_in(method.__code__) for method in methods_of(order.sampler) for name in left)
     text = (
         f"{some_of([f'{order.name}.{name}' for name in left])} had been set in training when the checkpoint was "
         "written, and is as it was built here. If what it yields in a later epoch depends on that, and no hook sets it "

@@ -14,6 +14,7 @@ from lightning_stateful.contents.code_uses import uses_any_of
 from lightning_stateful.contents.held_state import changed_names
 from lightning_stateful.core.order import Progress
 from lightning_stateful.errors import PositionError
+from lightning_stateful.generators.attributes import methods_of
 from lightning_stateful.generators.generator_states import GeneratorState
 from lightning_stateful.sampler_copies.sampler_copy import Path, SamplerParts, digest_of_contents, generators_outside
 from lightning_stateful.sampler_copies.sampler_facts import SamplerFacts
@@ -75,13 +76,12 @@ class SamplerMemory:
         self._uses: set[bool] = set()
         # The epoch within which training is to go on, until it has begun here.
         self._awaited: int | None = None
-        self.has_changed, self.first_epoch, self.is_shared = False, 0, False
-        self.is_in_trainer = self.is_told_first = self.is_listed = False
+        self.first_epoch = 0
+        self.has_changed = self.is_shared = self.is_in_trainer = self.is_told_first = self.is_listed = False
         self._as_tried: _InEpoch = nullcontext
-        self.looked_at, self.begins_as = tuple[Any, ...](), tuple[str, ...]()
+        self.looked_at, self.begins_as, self.held = tuple[Any, ...](), tuple[str, ...](), dict[str, str]()
         self.tried: dict[tuple[Any, ...], SamplerFacts] = {}
         self._latest: SamplerPass | None = None
-        self.held: dict[str, str] = {}
         # The passes of the latest state that were begun again.
         self._begun_again: list[list[int]] | None = None
         self._told = ToldEpochs(parts.samplers, once=True)
@@ -275,7 +275,7 @@ class SamplerMemory:
             return not is_as_tried and sampler_check.yields_otherwise(order)
         names = changed_names(held[1], self._contents[1])
         if names and not sampler_check.can_be_tried(order):
-            return uses_any_of(order.sampler, names)
+            return uses_any_of(methods_of(order.sampler), names)
         if names and sampler_check.yields_otherwise(order):
             return True
         if held[0] == self._contents[0] or order.facts.cannot_be_tried:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 from lightning_stateful import StatefulDataCallback
 from lightning_stateful.errors import StatefulWarning, StateMismatchError
@@ -316,3 +317,46 @@ def test_losses_that_training_writes_into_a_sampler_before_they_have_an_effect_a
     _, _, said = fit(tmp_path / "x.ckpt")
     text = "MinesLater.losses had been set in training when the checkpoint was written, and is as it was built here"
     assert any(text in one for one in said), said
+
+
+class Scored(Dataset[torch.Tensor]):
+    """Keeps a score of each sample, which only a sampler reads."""
+
+    def __init__(self) -> None:
+        self.scores = np.ones(24)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((32,), float(index))
+
+
+class ByScores(MinesLater):
+    def __init__(self, data: Scored) -> None:
+        self.data, self.epoch = data, 0
+
+    def __iter__(self) -> Iterator[int]:
+        scores = torch.from_numpy(self.data.scores)
+        return iter((torch.randperm(24) if self.epoch < 3 else torch.multinomial(scores, 24, True)).tolist())
+
+
+class WritesScores(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        numbers = batch[:, 0].long().numpy()
+        self.trainer.train_dataloader.dataset.scores[numbers] = self.current_epoch + numbers  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("steps", [3, 8, 12])
+def test_so_are_scores_of_a_dataset_that_only_its_sampler_reads(tmp_path: Path, steps: int) -> None:
+    for path in (None, tmp_path / "x.ckpt"):
+        data = Scored()
+        limits = {"max_steps": -1 if path else steps, "max_epochs": 4, "limit_val_batches": 0}
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), **limits)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(WritesScores(), DataLoader(data, sampler=ByScores(data), batch_size=4), ckpt_path=path)
+        said = [str(one.message) for one in caught if "a Scored," in str(one.message)]
+        assert ["are others here: scores was" in one for one in said] == [True] * bool(path), said
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
