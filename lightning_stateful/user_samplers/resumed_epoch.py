@@ -236,9 +236,12 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
     left = sorted(name for name in names if name in now and now[name] == built.get(name))
     if not left:
         return
-    is_named = any(name in names_in(method.__code__) for method in methods_of(order.sampler) for name in left)
+    named = {one for method in methods_of(order.sampler) for one in names_in(method.__code__)}
+    is_named = any("." in name or name in named for name in left)
+    # A variable of a module has a dot.
+    said = [name if "." in name else f"{order.name}.{name}" for name in left]
     text = (
-        f"{some_of([f'{order.name}.{name}' for name in left])} had been set in training when the checkpoint was "
+        f"{some_of(said)} had been set in training when the checkpoint was "
         "written, and is as it was built here. If what it yields in a later epoch depends on that, and no hook sets it "
         "again as an epoch starts, the resume is not exact. Save it in a callback, and set it again in on_train_start."
     )

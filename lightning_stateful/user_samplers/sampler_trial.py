@@ -10,10 +10,11 @@ from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_stateful.errors import ConfigurationError
-from lightning_stateful.generators.attributes import attributes_of, is_lightnings
+from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_lightnings, is_users, named_outside
 from lightning_stateful.generators.generator_states import comparable_state, process_states
 from lightning_stateful.generators.rng import keep_randomness
 from lightning_stateful.sampler_copies.sampler_copy import (
@@ -351,15 +352,23 @@ def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
 
     Args:
         sampler: The sampler.
-        dataset: An attribute that others compare.
+        dataset: An attribute that others compare; if it is given, variables that the sampler's code names count too.
     """
-    held = {name: value for name, value in attributes_of(sampler).items() if dataset is None or value is not dataset}
+    held = dict(attributes_of(sampler))
+    if dataset is not None:
+        outside = {name: value for name, value in named_outside(sampler).items() if _is_data(value)}
+        held = {name: value for name, value in {**outside, **held}.items() if value is not dataset}
     parts = {name: (value, SamplerParts(value)) for name, value in held.items()}
     return {
         name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
         for name, (value, within) in parts.items()
         if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
     }
+
+
+def _is_data(value: Any) -> bool:
+    is_own = is_users(type(value).__module__) and not (callable(value) or isinstance(value, torch.nn.Module))
+    return is_own or type(value) in PLAIN or isinstance(value, (list, tuple, dict, deque, np.ndarray, torch.Tensor))
 
 
 def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:

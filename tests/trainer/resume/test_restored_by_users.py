@@ -287,36 +287,43 @@ class MinesLater(Sampler[int]):
         return iter(drawn.tolist())
 
 
-class WritesLosses(BoringModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained: list[list[int]] = []
+LOSSES: dict[int, float] = {}
 
+
+class MinesLaterOutside(MinesLater):
+    """Reads them from a variable of its module."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.losses = torch.tensor([LOSSES.get(number, 1.0) for number in range(24)])
+        return super().__iter__()
+
+
+class WritesLosses(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        numbers = batch[:, 0].long()
-        self.trainer.train_dataloader.sampler.losses[numbers] = self.current_epoch + 1.0 + numbers % 5  # type: ignore[union-attr]
-        self.trained.append(numbers.tolist())
+        for number in batch[:, 0].long().tolist():
+            loss = LOSSES[number] = self.current_epoch + 1.0 + number % 5
+            sampler: Any = self.trainer.train_dataloader.sampler  # type: ignore[union-attr]
+            sampler.losses[number] = loss
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("steps", [3, 8, 12])
-def test_losses_that_training_writes_into_a_sampler_before_they_have_an_effect_are_named(
-    tmp_path: Path, steps: int
+@pytest.mark.parametrize(("kind", "name"), [(MinesLater, "MinesLater.losses"), (MinesLaterOutside, ".LOSSES")])
+def test_losses_that_training_writes_for_a_sampler_before_they_have_an_effect_are_named(
+    tmp_path: Path, kind: type[MinesLater], name: str, steps: int
 ) -> None:
-    def fit(path: Path | None = None, max_steps: int = -1) -> tuple[list[list[int]], Any, list[str]]:
-        trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=4, max_steps=max_steps, limit_val_batches=0)
-        data, model = torch.arange(24.0)[:, None].expand(24, 32), WritesLosses()
+    for path in (None, tmp_path / "x.ckpt"):
+        LOSSES.clear()
+        limits = {"max_steps": -1 if path else steps, "max_epochs": 4, "limit_val_batches": 0}
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), **limits)
+        data = torch.arange(24.0)[:, None].expand(24, 32)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(model, DataLoader(data, sampler=MinesLater(), batch_size=4), ckpt_path=path)
-        return model.trained, trainer, [str(one.message) for one in caught if "MinesLater" in str(one.message)]
-
-    _, stopped, said = fit(max_steps=steps)
-    assert not said
-    stopped.save_checkpoint(tmp_path / "x.ckpt")
-    _, _, said = fit(tmp_path / "x.ckpt")
-    text = "MinesLater.losses had been set in training when the checkpoint was written, and is as it was built here"
-    assert any(text in one for one in said), said
+            trainer.fit(WritesLosses(), DataLoader(data, sampler=kind(), batch_size=4), ckpt_path=path)
+        said = [str(one.message) for one in caught]
+        text = f"{name} had been set in training when the checkpoint was written, and is as it was built here"
+        assert any(text in one for one in said) == bool(path), said
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
 
 
 class Scored(Dataset[torch.Tensor]):
