@@ -77,14 +77,13 @@ class DatasetSettings:
         self._built = {path: values() for path, values in self._values.items()}
         # When the latest pass began, or that in which persistent workers were started.
         self._at_begin = dict(self._built)
-        # By path and name, the first other value than as built.
+        # The first other value than as built.
         self._first: dict[str, dict[str, str]] = {path: {} for path in self._values}
         # Between the beginning of a pass and the first batch that was read of it.
         self._reading: dict[str, dict[str, str]] = {}
         self._changed_by_reading: dict[str, set[str]] = {path: set() for path in self._values}
         # Paths of loaders whose persistent workers a hook has started anew, and of those that were warned of.
-        self._restarted: set[str] = set()
-        self._said_copies: set[str] = set()
+        self._restarted, self._said_copies = set[str](), set[str]()
         # By path and name.
         self._only_written: dict[tuple[str, str], bool] = {}
         # What a checkpoint has, and whether training goes on within an epoch.
@@ -226,10 +225,12 @@ class DatasetSettings:
                 found.setdefault(path, {})[name] = [now.get(name, ""), began.get(name, ""), first]
         return found
 
-    def _set_by_hooks(self, path: str, changed: set[str]) -> list[str]:
-        """Of values that have changed those that a hook may have set, and that samples may depend on."""
+    def _set_by_hooks(self, path: str, changed: set[str], *, in_workers: bool = False) -> list[str]:
+        """Of values that have changed those that a hook may have set, and that samples, or their order, depend on."""
         names = filter(partial(self._may_be_set, path), sorted(changed - self._changed_by_reading[path]))
-        return [name for name in names if not self._is_only_written(path, name)]
+        read = {name: not self._is_only_written(path, name) for name in names}
+        # Samplers are iterated in this process.
+        return [name for name, is_read in read.items() if is_read or (not in_workers and self._is_drawn_by(path, name))]
 
     def _may_be_set(self, path: str, name: str) -> bool:
         """Whether a hook may have set a value: not what something holds that was built later, as samples in a cache."""
@@ -256,7 +257,7 @@ class DatasetSettings:
         return hex_digest(repr(changed).encode("utf-8", "replace"), size=_SIZE) if changed else ""
 
     def _is_only_written(self, path: str, name: str) -> bool:
-        """Whether the code that reads samples names a value, and only counts it or writes it down; samplers' too."""
+        """Whether the code that reads samples names a value, and only counts it or writes it down."""
         if path in self._loaders and (path, name) not in self._only_written:
             loader = self._loaders[path]
             of, leaf = (loader.dataset, loader.collate_fn), name.rpartition(".")[2]
@@ -267,11 +268,14 @@ class DatasetSettings:
             use = uses_of(of, leaf, is_variable=is_variable, may_be_called=True)
             # Of the code of objects that variables of modules hold nothing is known but that they are called.
             is_seen = use.counts or not _is_of_module(name)
-            own = users_loader(loader)
-            methods = [methods_of(getattr(own, held, None)) for held in ("sampler", "batch_sampler")]
-            is_drawn_by = uses_of(methods, leaf).uses
-            self._only_written[path, name] = is_named and not use.uses and is_seen and not is_drawn_by
+            self._only_written[path, name] = is_named and not use.uses and is_seen
         return self._only_written.get((path, name), False)
+
+    def _is_drawn_by(self, path: str, name: str) -> bool:
+        """Whether the loader's sampler uses an attribute of its dataset of that name."""
+        held = vars(users_loader(self._loaders[path])) if path in self._loaders else {}
+        methods = [methods_of(held.get(one)) for one in ("sampler", "batch_sampler")]
+        return uses_of(methods, name.rpartition(".")[2]).uses
 
     def _of(self, path: str) -> dict[str, str]:
         """The attributes and variables of a loader's dataset, as they are now."""
@@ -314,7 +318,7 @@ class DatasetSettings:
             set_within += [name] if latest != began else []
             if name in self.said.get(path, ()):
                 continue
-            in_copies = in_workers and not latest.endswith(SHARED)
+            in_copies = in_workers and not (latest.endswith(SHARED) or self._is_only_written(path, name))
             saved, present = began if in_copies else latest, now.get(name, "")
             if not are_equal(present, saved) and (in_copies or present == built.get(name, "")):
                 wrong[name] = f"{name} was {saved or _UNSHOWN} and is {present or _UNSHOWN}"
@@ -371,7 +375,7 @@ class DatasetSettings:
     def _warn_of_copies(self, path: str, now: Mapping[str, str]) -> None:
         """Warn once, if persistent workers have copies of values from before a hook set them."""
         began = self._at_begin[path]
-        names = self._set_by_hooks(path, changed_names(began, now))
+        names = self._set_by_hooks(path, changed_names(began, now), in_workers=True)
         left = [
             f"{name} was {began.get(name) or _UNSHOWN} and is {now.get(name) or _UNSHOWN}"
             for name in names
@@ -389,15 +393,13 @@ class DatasetSettings:
 
     def _warn_of_earlier_copies(self, path: str, now: Mapping[str, str]) -> None:
         """Warn, if the persistent workers of the run that wrote the checkpoint had copies of other values than here."""
-        wrong: dict[str, str] = {}
-        saved, built = self._expected.get(path, {}), self._built[path]
+        saved, built, wrong = self._expected.get(path, {}), self._built[path], dict[str, str]()
         # What a checkpoint does not have had not changed when workers were started.
-        copies = {name: built.get(name, "") for name in self._set_by_hooks(path, changed_names(built, now))}
-        copies |= {
-            name: began
-            for name, (latest, began, _) in saved.items()
-            if latest != began or now.get(name) != built.get(name)
-        }
+        names = self._set_by_hooks(path, changed_names(built, now), in_workers=True)
+        copies = {name: built.get(name, "") for name in names}
+        for name, (latest, began, _) in saved.items():
+            if (latest != began or now.get(name) != built.get(name)) and not self._is_only_written(path, name):
+                copies[name] = began
         for name, began in copies.items():
             present = now.get(name, "")
             if began != present and not present.endswith(SHARED):

@@ -355,15 +355,16 @@ class WritesScores(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("steps", [3, 8, 12])
-def test_so_are_scores_of_a_dataset_that_only_its_sampler_reads(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "workers"), [(3, 0), (8, 0), (12, 0), (8, 1)])
+def test_so_are_scores_of_a_dataset_that_only_its_sampler_reads(tmp_path: Path, steps: int, workers: int) -> None:
+    how: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "batch_size": 4}
     for path in (None, tmp_path / "x.ckpt"):
         data = Scored()
         limits = {"max_steps": -1 if path else steps, "max_epochs": 4, "limit_val_batches": 0}
         trainer = quiet_trainer(StatefulDataCallback(seed=0), **limits)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(WritesScores(), DataLoader(data, sampler=ByScores(data), batch_size=4), ckpt_path=path)
+            trainer.fit(WritesScores(), DataLoader(data, sampler=ByScores(data), **how), ckpt_path=path)
         said = [str(one.message) for one in caught if "a Scored," in str(one.message)]
-        assert ["are others here: scores was" in one for one in said] == [True] * bool(path), said
+        assert ["scores was an array" in one for one in said] == [True] * bool(path), said
         trainer.save_checkpoint(tmp_path / "x.ckpt")
