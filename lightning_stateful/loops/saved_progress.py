@@ -96,6 +96,7 @@ _PARTS = {
         {
             "ranks": [Either(None, _OF_RANK)],
             "buffers?": [Either(None, {str: object})],
+            "held_back?": bool,
             "parted?": [COUNT],
             "apart?": [COUNT],
             "hooks?": [str],

@@ -170,6 +170,7 @@ class EpochResults:
             "buffers": self._buffers.of_ranks(trainer, digests),
             "parted": self._buffers.parted(trainer, weights),
             "hooks": self._buffers.hooks,
+            "held_back": self._buffers.is_held_back,
             "apart": self._buffers.apart(apart, progress),
         }
         ended = [None if part is None else part.pop("ended", {}) for part in ranks]
@@ -265,7 +266,7 @@ class EpochResults:
         if not isinstance(parts, list) or not all(part is None or isinstance(part, dict) for part in parts):
             raise DamagedStateError(f"The callback's state has no results of ranks: {state!r}.")
         restore_metrics(trainer, state.get("ended", {}))
-        put_back(trainer, state.get("buffers", []))
+        put_back(trainer, state.get("buffers", []), is_held_back=state.get("held_back", False))
         warn_of_parted(state.get("parted", []), state.get("hooks", []), state.get("apart", []))
         known = [part for part in parts if part is not None]
         is_moved = len(parts) != trainer.world_size

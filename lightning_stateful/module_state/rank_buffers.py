@@ -1,8 +1,8 @@
 """Buffers of the module that each rank has for itself, of a checkpoint whose ``state_dict`` has those of one rank.
 
-DDP gives all ranks those of rank 0 before a forward pass, but not under manual optimization, nor with
-``broadcast_buffers=False``, nor those that the module tells it to ignore. Of weights, which DDP keeps alike, a
-checkpoint is warned of where ranks have come to others all the same.
+DDP gives all ranks those of rank 0 before a forward pass, but not before the first one behind a validation, nor under
+manual optimization, nor with ``broadcast_buffers=False``, nor those that the module tells it to ignore. Of weights,
+which DDP keeps alike, a checkpoint is warned of where ranks have come to others all the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_stateful.errors import StatefulWarning, some_of
+from lightning_stateful.generators.attributes import is_users
 from lightning_stateful.loops.lightning import WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import num_started
 from lightning_stateful.loops.other_callbacks import callbacks_of
@@ -45,10 +46,12 @@ class RankBuffers:
 
     Attributes:
         hooks: Names of communication hooks of DDP that have a state, which no checkpoint holds.
+        is_held_back: Whether DDP does not broadcast buffers before the next forward pass.
     """
 
     def __init__(self) -> None:
         self.hooks: list[str] = []
+        self.is_held_back = False
         self._has_warned_of_hooks = False
         self._digests: dict[str, str] = {}
         self._has_warned = False
@@ -70,7 +73,11 @@ class RankBuffers:
         if self.hooks and not self._has_warned_of_hooks:
             self._has_warned_of_hooks = True
             rank_zero_warn(f"{_said_of_hooks(self.hooks)} {_NO_HOOKS}", category=StatefulWarning)
-        buffers = {} if self._broadcast is None else _own_buffers(trainer, progress, self._broadcast)
+        known = self._broadcast
+        buffers = {} if known is None else _own_buffers(trainer, progress, known)
+        self.is_held_back = known is not None and not (
+            known.is_next or (known.is_on and _begins_again(trainer, progress))
+        )
         self._digests = {name: digest_of_tensor(one) for name, one in buffers.items()}
         if not buffers:
             return ""
@@ -206,12 +213,13 @@ def warn_of_parted(ranks: Sequence[int], hooks: Sequence[str], apart: Sequence[i
         )
 
 
-def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
+def put_back(trainer: pl.Trainer, saved: OfRanks, *, is_held_back: bool) -> None:
     """Give this rank the buffers that it had, once the module has those of ``state_dict``.
 
     Args:
         trainer: The trainer.
         saved: What :meth:`RankBuffers.of_ranks` has returned.
+        is_held_back: See :class:`RankBuffers`. A hook may set buffers, by rank, before that forward pass.
 
     Warns:
         StatefulWarning: Some are not kept, or not those of this module, or the ranks are others.
@@ -224,6 +232,9 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
             _warn_of_lost(some_of(names), f"it was written on {written}, and this run has {now}", rank_zero=True)
         return
     _warn_of_unknown(trainer, saved)
+    if is_held_back and isinstance(ddp, DistributedDataParallel):
+        # A new DDP gives all ranks those of rank 0 before its first forward pass.
+        ddp.require_forward_param_sync = False
     if not names:
         return
     buffers = _buffers(trainer)
@@ -232,11 +243,6 @@ def put_back(trainer: pl.Trainer, saved: OfRanks) -> None:
     with torch.no_grad():
         for name in fitting:
             buffers[name].copy_(kept[name])
-    if any(
-        one is not None and name not in ddp.parameters_to_ignore for of in saved for name, one in (of or {}).items()
-    ):
-        # On all ranks alike: a new DDP gives all of them those of rank 0 before its first forward pass.
-        ddp.require_forward_param_sync = False
     if unfitting := sorted(kept.keys() - fitting):
         _warn_of_lost(some_of(unfitting), "the module has none of this name and shape")
 
@@ -261,14 +267,28 @@ def _broadcast_of(trainer: pl.Trainer) -> _Broadcast | None:
 
 def _own_buffers(trainer: pl.Trainer, progress: LoopProgress, broadcast: _Broadcast) -> dict[str, torch.Tensor]:
     """The saved buffers of this rank that DDP does not overwrite with those of rank 0 before the next batch."""
-    # A resume begins an open window again, with a forward pass that DDP broadcasts before.
-    begins_again = progress.running and not progress.ended and num_started(trainer) > progress.batch
     buffers = _buffers(trainer)
-    if broadcast.is_next or (broadcast.is_on and begins_again):
+    # Others may be in the module in the validation, before which DDP broadcasts them, and then these again.
+    is_swapped = progress.validate and _changes_for_validation(trainer)
+    if (broadcast.is_next and not is_swapped) or (broadcast.is_on and _begins_again(trainer, progress)):
         # DDP broadcasts those of averages, too, while a validation has them in the module.
         buffers = {name: one for name, one in buffers.items() if name in broadcast.ignored}
     saved = {prefix + name for prefix, one in _modules(trainer).items() for name in one.state_dict()} if buffers else ()
     return {name: one for name, one in buffers.items() if name in saved and is_plain_tensor(one)}
+
+
+def _begins_again(trainer: pl.Trainer, progress: LoopProgress) -> bool:
+    """Whether a resume begins an open window again, with a forward pass that DDP broadcasts before."""
+    return progress.running and not progress.ended and num_started(trainer) > progress.batch
+
+
+def _changes_for_validation(trainer: pl.Trainer) -> bool:
+    """Whether a callback, or the module, has hooks before and behind a validation, which may put averages into it."""
+    owners = [*callbacks_of(trainer), trainer.lightning_module]
+    held = [kind for one in owners for kind in type(one).__mro__ if is_users(kind.__module__)]
+    starts = ("on_validation_start", "on_validation_epoch_start", "on_validation_model_eval")
+    is_users_own = any(hook in vars(kind) for kind in held for hook in starts)
+    return is_users_own or any(isinstance(one, WeightAveraging) for one in owners)
 
 
 def _buffers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:

@@ -28,6 +28,8 @@ MOMENTS: list[Moment] = [
     ("on_validation_end", 0, 0),
     ("on_train_epoch_end", 0, 0),
     ("on_train_batch_end", 1, 1),
+    # A validation is due.
+    ("on_train_batch_end", 0, 5),
 ]
 
 
@@ -97,6 +99,34 @@ class Validated(Normed):
         self.mean.mul_(0.5).add_(batch["x"].mean(0))
 
 
+class Moves(Normed):
+    """Changes the mean in training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step({**batch, "x": batch["x"].clone()}, batch_idx)
+        self.mean.mul_(0.5).add_(batch["x"].mean(0))
+        return loss
+
+
+class SetByRank(Normed):
+    """Sets the mean behind a validation, as an epoch ends."""
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.mean.fill_(self.global_rank)
+
+
+class Swaps(callbacks.Callback):
+    """Has other weights and buffers in the module while it is validated."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.held = {name: one.clone() for name, one in pl_module.state_dict().items()}
+        pl_module.load_state_dict({name: one * 0.5 for name, one in self.held.items()})
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.held)
+
+
 class Ignored(Queue):
     """Keeps its queue from DDP."""
 
@@ -110,13 +140,15 @@ KINDS: dict[str, tuple[type[LedgerModel], dict[str, Any]]] = {
     "ignored": (Ignored, {}),
     "validated": (Validated, {}),
     "automatic": (Normed, {}),
+    "set": (SetByRank, {}),
+    "swapped": (Moves, {"callbacks": [Swaps]}),
     "wide": (Wide, {}),
     "windows": (Normed, {"accumulate_grad_batches": 2}),
 }
 # Since Lightning 2.6.
 if hasattr(callbacks, "EMAWeightAveraging"):
     averaging = [partial(callbacks.EMAWeightAveraging, decay=0.9)]
-    KINDS |= {"averaged": (Normed, {"callbacks": averaging}), "averaged, manual": (Manual, {"callbacks": averaging})}
+    KINDS |= {"averaged": (Moves, {"callbacks": averaging}), "averaged, manual": (Manual, {"callbacks": averaging})}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +195,7 @@ def saved_and_resumed(folder: Path, kind: str) -> dict[str, Any]:
     return {"whole": plain(whole), "untouched": plain(untouched), "texts": texts, "resumed": found}
 
 
-QUICK = ("manual", "automatic", "unsynced", "validated")
+QUICK = ("manual", "automatic", "unsynced", "validated", "set", "swapped")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +217,8 @@ def test_each_rank_goes_on_with_its_own_buffers(ranks: Ranks, kind: str) -> None
     kept = {name: state for name, (*_, state) in of_ranks[0]["resumed"].items() if state}
     # Behind a validation DDP leaves buffers as they are for one batch.
     rarely = {"on_validation_end", "on_train_epoch_end"}
-    hooks = {"automatic": set(), "validated": rarely, "averaged": rarely}.get(kind, {hook for hook, *_ in MOMENTS})
+    some = {"automatic": set(), "validated": rarely, "set": {"on_train_epoch_end"}}
+    hooks = some.get(kind, {hook for hook, *_ in MOMENTS})
     assert {name.split("'")[1] for name in kept} == hooks
 
 
