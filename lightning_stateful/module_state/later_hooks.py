@@ -169,7 +169,7 @@ def _signs_of_module(trainer: pl.Trainer, hook: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: (id(one), getattr(one, NUM_CHANGES), read.get(name)) for name, one in tensors.items()
     }
-    if hook == _EPOCH_END:
+    if hook == _EPOCH_END and module.automatic_optimization and trainer.lr_scheduler_configs:
         # Behind it those step that Lightning has step at an epoch's end.
         return found
     for number, config in enumerate(trainer.lr_scheduler_configs):

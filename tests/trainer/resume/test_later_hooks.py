@@ -90,6 +90,23 @@ class FollowsEpochs(Plain):
         self.follow()
 
 
+class LowersRate(Plain):
+    """Has no scheduler, and a learning rate that its own hook sets."""
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()[0]
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class StepsEpochsByHand(StepsByHand):
+    def on_train_batch_end(self, *arguments: Any) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+
 class FollowsInCallback(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *arguments: Any) -> None:
         pl_module.follow()
@@ -131,6 +148,8 @@ def fit(kind: Any, folder: Path, saves: Any, step: int = 0) -> tuple[list[torch.
         (StepsByHand, "steps", "on_train_batch_end", "lr_scheduler 0"),
         (FollowsValidation, "validation", "on_validation_end", "teacher.weight, teacher.bias"),
         (FollowsEpochs, "epochs", "on_train_epoch_end", "teacher.weight, teacher.bias"),
+        (LowersRate, "epochs", "on_train_epoch_end", "learning rates or other settings of optimizers"),
+        (StepsEpochsByHand, "epochs", "on_train_epoch_end", "lr_scheduler 0"),
     ],
 )
 def test_what_the_modules_hook_changes_behind_a_checkpoint_is_named(
@@ -143,7 +162,9 @@ def test_what_the_modules_hook_changes_behind_a_checkpoint_is_named(
     assert not all(map(torch.equal, resumed, whole))
 
 
-@pytest.mark.parametrize(("kind", "saves"), [(Plain, "in a callback"), (Counts, "steps"), (Follows, "validation")])
+@pytest.mark.parametrize(
+    ("kind", "saves"), [(Plain, "in a callback"), (Counts, "steps"), (Follows, "validation"), (Plain, "epochs")]
+)
 def test_nothing_is_said_where_the_checkpoint_holds_it(tmp_path: Path, kind: Any, saves: str) -> None:
     whole, said = fit(kind, tmp_path, saves)
     resumed, said_then = fit(kind, tmp_path, saves, 2 * STEPS)
