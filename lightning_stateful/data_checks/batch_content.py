@@ -230,6 +230,7 @@ class BatchContent:
         if self._changed_first is None:
             self._changed_first = {path: dict(now) for path, now in changed.items()}
             self._lists = {path: HeldLists(loader.dataset, loader.order) for path, loader in self._loaders.items()}
+            self.of_rank.note_restored()
             self.settings.note_restored()
         else:
             self._changed_late = {path: now.keys() - self._changed_first[path].keys() for path, now in changed.items()}

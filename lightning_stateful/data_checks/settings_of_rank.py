@@ -41,6 +41,9 @@ class SettingsOfRank:
         # What a checkpoint has of this rank, and of rank 0; empty where both are the same.
         self._own: Mapping[str, Any] = {}
         self._of_first: Mapping[str, Any] = {}
+        # When the hooks were over that restore what a checkpoint has, ahead of those of an epoch's end or beginning:
+        # names of settings that were others than in it, and by path what had changed.
+        self._restored: tuple[list[str], Mapping[str, Mapping[str, Any]]] | None = None
 
     def state(self, settings: Mapping[str, Any], streams: Mapping[str, Any]) -> dict[str, Any]:
         """See above; empty where nothing was set.
@@ -73,6 +76,12 @@ class SettingsOfRank:
             if path in self._streams:
                 self._streams[path].expect_set(of_stream, is_within=is_within_epoch)
 
+    def note_restored(self) -> None:
+        """The hooks that restore what a checkpoint has were called; those of an epoch may set something else."""
+        settings = self._own["settings"] if self._own else self._of_first
+        changed = {path: dict(loader.changed()) for path, loader in self._loaders.items()}
+        self._restored = (self._settings.unlike(settings), changed) if self._num_ranks > 1 else None
+
     def compare(
         self,
         states: Mapping[str, Mapping[str, Any]],
@@ -92,7 +101,8 @@ class SettingsOfRank:
         first = {path: state.get("changed", {}) for path, state in states.items()}
         settings, changed = (self._own["settings"], self._own["changed"]) if self._own else (self._of_first, first)
         names = {name: False for of in settings.values() for name in of}
-        names |= dict.fromkeys(self._settings.unlike(settings), True)
+        unlike, before = self._restored or (self._settings.unlike(settings), {})
+        names |= dict.fromkeys(unlike, True)
         for path in changed.keys() & states.keys() & self._loaders.keys():
             now, config = self._loaders[path].changed(), self._loaders[path].tracker.config
             if self._own:
@@ -102,7 +112,7 @@ class SettingsOfRank:
             held = _without_rank(changed[path])
             # What was restored before the loaders were built is in their configuration.
             present = {name: held[name] for name, value in changed[path].items() if holds(config, name, value)}
-            present |= _without_rank(now)
+            present |= _without_rank(before.get(path, now))
             names |= {_SAID.get(name, name): present.get(name) != value for name, value in held.items()}
         of_first, *_ = gathered(names)
         if lost := sorted(name for name, is_other in names.items() if is_other and of_first.get(name) is False):

@@ -39,6 +39,8 @@ class Learns(pl.LightningModule):
     def training_step(self, batch: Any) -> torch.Tensor:
         return self.scale * (self.net(batch["x"]) - batch["id"]).square().mean()
 
+    def validation_step(self, batch: Any) -> None: ...
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.001, momentum=self.momentum)
 
@@ -115,6 +117,25 @@ class BeginsElsewhere(Callback):
         self.start = state["start"]
 
 
+class BeginsFurther(BeginsElsewhere):
+    """Sets it further behind each epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.start += 10 * (trainer.global_rank + 1)
+        trainer.train_dataloader.dataset.start = self.start
+
+
+class SavesValidated(Callback):
+    """Saves behind the validation of the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
 class ByLoss(Sampler[int]):
     def __init__(self) -> None:
         self.losses = torch.zeros(48)
@@ -161,12 +182,15 @@ def words(
         heard, logger = Words(), logging.getLogger("lightning.pytorch")
         logger.addHandler(heard)
         logger.setLevel(logging.INFO)
-        how = {**on_ranks(), "max_steps": steps + 2 * bool(path), **(options or {})}
-        trainer = quiet_trainer(kind(), StatefulDataCallback(seed=3), **how)
+        # Of no number of steps it is saved behind a validation.
+        savers = [SavesValidated(folder / "x.ckpt")] if not steps and path is None else []
+        limits = {"max_steps": steps + 2 * bool(path)} if steps else {"max_epochs": 3}
+        how = {**on_ranks(), **limits, **(options or {})}
+        trainer = quiet_trainer(kind(), StatefulDataCallback(seed=3), *savers, **how)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(Learns(momentum), make(), ckpt_path=path)
-            if path is None:
+            trainer.fit(Learns(momentum), make(), None if steps else make(), ckpt_path=path)
+            if path is None and steps:
                 trainer.save_checkpoint(folder / "x.ckpt")
                 dist.barrier()
         logger.removeHandler(heard)
@@ -215,6 +239,7 @@ def of_sampler() -> Any:
     ("kind", "make", "steps", "options", "expected"),
     [
         (BeginsElsewhere, of_dataset, 8, {}, "start"),
+        (BeginsFurther, of_dataset, 0, {}, "start"),
         (Mines, of_sampler, 12, {"use_distributed_sampler": False, "max_epochs": 3}, "what the sampler yields"),
         (MinesEarly, of_sampler, 6, {"max_epochs": 3}, "what the sampler yields"),
     ],
