@@ -57,7 +57,7 @@ def watch(trainer: pl.Trainer, saved: list[str]) -> None:
     if saved:
         hook, *names = saved
         rank_zero_warn(
-            f"The checkpoint was written by a callback in {hook}, and {_later(trainer, hook)} had changed "
+            f"The checkpoint was written by a callback in {hook}, and {_later(trainer, hook, names)} had changed "
             f"{some_of(names)} behind earlier ones. The checkpoint does not hold the latest of that, and the hook is "
             f"not called again: the resume is not exact. {_remedy(hook, names)}",
             category=StatefulWarning,
@@ -110,13 +110,15 @@ def compare(trainer: pl.Trainer, before: str = "") -> None:
         epoch, batch = next_step(trainer, begun=True)
         rank_zero_warn(
             f"A callback has written a checkpoint in {hook}, behind batch {batch} of epoch {epoch}, and then "
-            f"{_later(trainer, hook)} has changed {some_of(names)}. The checkpoint does not hold that, and a resume "
-            f"does not call the hook again, so it is not exact. {_remedy(hook, names)}",
+            f"{_later(trainer, hook, names)} has changed {some_of(names)}. The checkpoint does not hold that, and a "
+            f"resume does not call the hook again, so it is not exact. {_remedy(hook, names)}",
             category=StatefulWarning,
         )
 
 
-def _later(trainer: pl.Trainer, hook: str) -> str:
+def _later(trainer: pl.Trainer, hook: str, names: Collection[str]) -> str:
+    if all(name.startswith(_STOPPING) for name in names):
+        return "Lightning's call of EarlyStopping, which comes behind the hooks of others,"
     module = trainer.lightning_module
     is_modules = _has(module, pl.LightningModule, hook)
     return f"{type(module).__qualname__}.{hook}" if is_modules else f"the {hook} of a later callback"
