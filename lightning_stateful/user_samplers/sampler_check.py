@@ -278,8 +278,12 @@ def sequence_now(order: UserSampler, sequence: str) -> str:
 
 def first_sequence(order: UserSampler, sampler: Any) -> str:
     """Digest of the first epoch of a copy of a sampler, as :attr:`SamplerFacts.sequence` of one that was tried."""
-    tried, now = copy_as_now(order, sampler), SamplerFacts(says=order.facts.says)
+    facts, tried = order.facts, copy_as_now(order, sampler)
+    now = SamplerFacts(says=facts.says)
     with SharedObjects(order.sampler, order.dataset, in_training=True):
+        if facts.says is not None and not (facts.changes_in_len or facts.draws_in_len):
+            # It may have another length than as built.
+            now.says = tried.asked(order.length_of, 0, 0)
         _Followed(order, tried, tried.begin(0, 0), now)
     return now.sequence
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harm.basics import LENGTH, Indices, loader
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.runs import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
@@ -368,3 +369,62 @@ def test_so_are_scores_of_a_dataset_that_only_its_sampler_reads(tmp_path: Path, 
         said = [str(one.message) for one in caught if "a Scored," in str(one.message)]
         assert ["scores was an array" in one for one in said] == [True] * bool(path), said
         trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+
+class Pool(Sampler[int]):
+    """Draws from samples that become more."""
+
+    def __init__(self) -> None:
+        self.chosen = list(range(8))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.chosen[place] for place in torch.randperm(len(self.chosen)).tolist()])
+
+
+class Grows(BoringModel):
+    """Adds samples to a pool behind each epoch, and restores it by assignment or in place."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.pool, self.in_place, self.trained = Pool(), in_place, list[list[int]]()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(32.0)[:, None].expand(32, 32), sampler=self.pool, batch_size=4)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.trained.append(batch[:, 0].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.pool.chosen = [*self.pool.chosen, *range(len(self.pool), len(self.pool) + 4)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["chosen"] = list(self.pool.chosen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.in_place:
+            self.pool.chosen[:] = checkpoint["chosen"]
+        else:
+            self.pool.chosen = checkpoint["chosen"]
+
+
+@pytest.mark.filterwarnings("ignore:Pool was changed between two epochs")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_pool_that_grows_may_be_restored_before_the_loaders_are_built(
+    tmp_path: Path, epoch: int, in_place: bool
+) -> None:
+    whole = Grows(in_place=in_place)
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {"max_epochs": 4, "limit_val_batches": 0, "enable_checkpointing": True}
+    quiet_trainer(StatefulDataCallback(seed=0), saver, **options).fit(whole)
+    resumed = Grows(in_place=in_place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StatefulWarning)
+        warnings.filterwarnings("ignore", "Pool was changed between two epochs")
+        trainer = quiet_trainer(StatefulDataCallback(seed=0), max_epochs=4, limit_val_batches=0)
+        trainer.fit(resumed, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    assert resumed.trained == whole.trained[-len(resumed.trained) :]
