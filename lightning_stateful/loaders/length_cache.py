@@ -41,13 +41,7 @@ _SPOT_CHECKS = 32
 
 
 def file_of(cache_file: str | Path | None, stage: str, name: str | None) -> Path | None:
-    """The file that keeps the lengths of one of several datasets, beside that of the training data.
-
-    Args:
-        cache_file: The file of the training data; None for none.
-        stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-        name: The name of the dataset among several.
-    """
+    """The file that keeps the lengths of one of several datasets, beside that of the training data."""
     if cache_file is None:
         return None
     path = Path(cache_file)

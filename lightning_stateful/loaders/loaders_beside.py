@@ -53,9 +53,6 @@ class LoadersBeside:
 
     The generators from which they draw are seeded for each pass, as those of the loader's own sampler are. What their
     samplers and iterable datasets remember from pass to pass a new loader has not.
-
-    Args:
-        holders: What is iterated, and the loader in it, before the first pass.
     """
 
     def __init__(self, holders: tuple[Any, ...]) -> None:
@@ -82,12 +79,7 @@ class LoadersBeside:
                     state_for(generator, derive_seed("beside", name, path, began_with)).seed(seed)
 
     def warn_of_told(self, holder: Any, changed: Collection[str]) -> None:
-        """Warn, once, of what the iteration sets on the dataset or the ``collate_fn`` from batch to batch.
-
-        Args:
-            holder: What is iterated.
-            changed: Names of what has changed as the latest batch was given.
-        """
+        """Warn, once, if what has changed as the latest batch was given is of the dataset or the ``collate_fn``."""
         told = sorted(name for name in changed if name.startswith(_TOLD))
         if told and not self._has_warned:
             self._has_warned = True

@@ -44,7 +44,8 @@ from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch, without_repeats
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
-from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import Tail
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader
@@ -406,12 +407,7 @@ def map_style(loaders: Mapping[str, AnyLoader]) -> dict[str, StatefulLoader]:
 
 
 def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) -> dict[str, str]:
-    """By path, the difference of an order from torch's on several ranks, in words; empty where there is none.
-
-    Args:
-        given: The loaders as the user made them.
-        loaders: The loaders that were built of them.
-    """
+    """By path, the difference of an order from torch's on several ranks, in words; empty where there is none."""
     notes = dict.fromkeys(loaders, "")
     # By their length: the path of the first of the loaders that DistributedSampler would shuffle alike.
     alike: dict[int, tuple[str, str]] = {}
@@ -444,9 +440,6 @@ def drawn_as(loaders: Mapping[str, Any]) -> dict[str, str | None]:
     """By path, the path of the first of some loaders that draws the same order in torch; None for a loader's own.
 
     These are loaders whose generators are of one state, and not one generator, from which they draw in turn.
-
-    Args:
-        loaders: The loaders as the user made them.
     """
     found: dict[str, str | None] = dict.fromkeys(loaders)
     first: dict[str, str] = {}

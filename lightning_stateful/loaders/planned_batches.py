@@ -135,13 +135,7 @@ def read_batch(dataset: Any, indices: Any) -> Any:
 
 
 class ChosenBatch(NamedTuple):
-    """A plan of a single batch, of which is known what it was.
-
-    Attributes:
-        epoch: Its epoch.
-        number: Its number, by which it is seeded.
-        indices: Its indices.
-    """
+    """A plan of a single batch, of which is known what it was; by its number it is seeded."""
 
     epoch: int
     number: int
@@ -178,10 +172,7 @@ def steps_before(order: BatchOrder, plan: EpochPlan, num_replicas: int) -> int:
 class OwnPasses:
     """Plans the passes that a user's ``__iter__`` begins within an epoch: over batches, or over a sampler by hand.
 
-    Args:
-        order: The loader's order.
-        num_replicas: Tells the number of ranks.
-        watch: Is told that the loader does not hand on one pass of DataLoader's; None in evaluation.
+    ``watch`` is told that the loader does not hand on one pass of DataLoader's; it is None in evaluation.
     """
 
     def __init__(self, order: BatchOrder, num_replicas: Callable[[], int], watch: Watch | None) -> None:
@@ -195,12 +186,7 @@ class OwnPasses:
         return self._singly is not None
 
     def again(self, plan: EpochPlan, number: int) -> EpochPlan:
-        """Plan a further pass in an epoch: as torch's, in an order of its own; a sampler of the user's goes on.
-
-        Args:
-            plan: The plan of the epoch.
-            number: Passes that were begun in the epoch before.
-        """
+        """Plan a pass after others in an epoch: as torch's, in an order of its own; a user's sampler goes on."""
         if self._watch is not None:
             self._watch.note_other()
         return self._plan(self._order, plan, number)
@@ -377,12 +363,6 @@ class ShownSampler:
     """Stands for a loader's sampler where the user's ``__iter__`` looks at it, and yields the indices of this epoch.
 
     Everything else is the user's own sampler's.
-
-    Args:
-        sampler: The user's sampler or batch sampler.
-        read: Begins a pass.
-        length: Counts what a pass yields.
-        parts: Attributes that are shown in place of the sampler's.
     """
 
     def __init__(

@@ -21,11 +21,8 @@ class ServedIndices(DistributedSampler[Any]):
     It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch
     that they set here only counts their ``iter()`` calls, and is ignored. Everything else is the user's own sampler's.
 
-    Args:
-        tracker: The loader's.
-        users: The user's own sampler or batch sampler; None for none.
-        flat: Whether to yield the indices of batches one by one.
-        is_iterated: Whether the user's is iterated, so that what is set on it comes into force.
+    Where the user's sampler ``is_iterated``, what is set on that comes into force. ``flat`` are the indices of batches
+    one by one.
     """
 
     def __init__(self, tracker: Tracker, users: Any, *, flat: bool = False, is_iterated: bool = True) -> None:
@@ -63,11 +60,7 @@ class ServedIndices(DistributedSampler[Any]):
 
 
 class CutArguments:
-    """The arguments of a loader's ``BatchSampler`` of torch's, which are read once; warns where one is set later.
-
-    Args:
-        batches: The loader's ``batch_sampler``, or None.
-    """
+    """The arguments of a loader's ``BatchSampler`` of torch's, which are read once; warns where one is set later."""
 
     def __init__(self, batches: Any) -> None:
         self._batches, self._known = batches, self._present(batches)

@@ -165,13 +165,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     ) -> None:
         """Construct the loader from another one, with its dataset, options and attributes.
 
-        Args:
-            loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
-            description: Its order.
-            settings: How that is served.
-            holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
-            is_read: Whether the user's own object would be read without this package, so that what is set on it later
-                comes into force.
+        A copy of it reads the batches; a ``holder``, with the name of the attribute, is iterated in its place. The
+        user's own object ``is_read`` without this package, if what is set on it later is to come into force.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
@@ -345,12 +340,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     ) -> Iterator[Any]:
         """Read the batches from a step of a plan to its end, without moving the loader.
 
-        Args:
-            plan: A plan of this loader.
-            first_step: The first step to read.
-            isolated: Restore the process's random generators after a batch that is read in this process. False if the
-                caller seeds them then anyway.
-            looks_ahead: As in :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
+        See :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
         """
         refuse_other_length(self.order, self._length, self.dataset)
         if first_step >= plan.num_steps:

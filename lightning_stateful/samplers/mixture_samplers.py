@@ -235,10 +235,6 @@ def refuse_splits(data: Any, *, trains: bool = True) -> None:
     A mapping counts as splits if a training split and one for evaluation are among its keys; a ``DatasetDict`` if any
     of its keys is a split's name. For evaluation, only a ``DatasetDict`` with a training split does.
 
-    Args:
-        data: What was passed; anything that is no mapping is left alone.
-        trains: Whether it was passed to be trained on.
-
     Raises:
         ConfigurationError: With the remedy.
     """

@@ -70,10 +70,6 @@ def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
     They do so where they are seeded by rank, or by nobody. All processes are to ask together. Those of the process are
     compared once in a fit, as training seeds them by rank.
 
-    Args:
-        name: What draws, the same on all processes.
-        generators: The generators that it holds.
-
     Returns:
         ``"held"`` for these, and some of :data:`~lightning_stateful.generators.rng.KINDS`; none without others.
     """

@@ -22,14 +22,10 @@ _KEPT = 4
 
 
 class Placed(NamedTuple):
-    """A range of batches, and where it lies.
+    """A range of batches of an epoch, and where it lies.
 
-    Attributes:
-        epoch: The epoch.
-        first: The first batch, as it was given.
-        stop: The batch behind the last.
-        begin: Where it begins, in the unit of ``Progress.consumed``.
-        end: Where it ends.
+    It goes from batch ``first`` up to ``stop``, as they were given, and lies from ``begin`` to ``end`` in the unit of
+    ``Progress.consumed``.
     """
 
     epoch: int
@@ -56,11 +52,7 @@ class Placed(NamedTuple):
 
 
 class Skipping:
-    """Takes steps and samples out of plans, as ``skip=`` and the states that were loaded say.
-
-    Args:
-        skip: What to leave out.
-    """
+    """Takes steps and samples out of plans, as ``skip=`` and the states that were loaded say."""
 
     def __init__(self, skip: Skip) -> None:
         self.skip = skip
@@ -82,14 +74,7 @@ class Skipping:
         vars(self).update({name: value for name, value in vars(other).items() if name not in ("skip", "_gaps")})
 
     def applied(self, plan: Any, epoch: int, progress: Progress | None, num_replicas: int) -> Any:
-        """A plan without what is left out of it; itself where that is nothing.
-
-        Args:
-            plan: A plan of an epoch, or of the rest of it.
-            epoch: The epoch.
-            progress: Where it begins; None for a whole epoch.
-            num_replicas: Number of ranks.
-        """
+        """A plan of an epoch, or of its rest from a progress in it, without what is left out."""
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         unit = unit_of(plan)
         if (unit, num_replicas) != (self._unit, self._ranks):

@@ -29,11 +29,6 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
     Tuples, sets, deques, bytes, arrays, tensors, infinite numbers and dicts with other keys than strings are spelled
     out in a way that :func:`from_plain` undoes.
 
-    Args:
-        value: The state.
-        path: What errors call it.
-        owner: What it is the state of.
-
     Raises:
         StateError: Something in it is none of these.
     """

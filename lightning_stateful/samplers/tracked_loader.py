@@ -17,12 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def say_begun_behind_end(kind: str, epoch: int) -> None:
-    """Log that a pass begins an epoch, where a state was to lead into the one before, of which nothing was left.
-
-    Args:
-        kind: What says no length.
-        epoch: The epoch that begins.
-    """
+    """Log that a pass begins an epoch, where a state was to lead into the one before, of which nothing was left."""
     _log.warning(
         "The state was taken behind the last batch of epoch %d, which a %s without length shows only now. This pass is "
         "epoch %d: a loop that counts its passes by itself has one less left.",

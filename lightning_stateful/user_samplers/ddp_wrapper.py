@@ -14,7 +14,8 @@ from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.wrapped_sampler import Length, Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import Length, Tail
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):

@@ -20,10 +20,10 @@ from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import sequence_now
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by, reads_training
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
@@ -52,17 +52,7 @@ class AwaitedLength:
     def of(
         cls, order: UserSampler, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None
     ) -> AwaitedLength | None:
-        """What a state says of the length of its epoch.
-
-        Args:
-            order: The sampler.
-            state: A state of it, of a sampler that is built alike.
-            config: The configuration of the sampler, as it is built here.
-            of_ended: The epoch that was ended just before, if it is that whose length is awaited.
-
-        Returns:
-            The length; None where the state does not say it, and where others than hooks decide.
-        """
+        """What a state says of the length of its epoch, or of the epoch ``of_ended``; None where others decide."""
         progress, facts = state["progress"], order.facts
         epoch, consumed, noted = (progress.get(name) for name in ("epoch", "consumed", "items"))
         follows = facts.changes_in_len or facts.draws_in_len or facts.counts_down or order.num_items is None
@@ -79,11 +69,7 @@ class AwaitedLength:
         return cls(epoch, consumed, said, noted is not None) if is_whole and said >= consumed else None
 
     def compare(self, order: UserSampler, num_items: int | None) -> None:
-        """Compare the length with what the sampler says when all hooks are over that may restore it.
-
-        Args:
-            order: The sampler.
-            num_items: The items that it says.
+        """Compare the length with that which the sampler says when all hooks are over that may restore it.
 
         Raises:
             PositionError: More items were used than it has.
@@ -123,12 +109,7 @@ def refuse_beyond(order: UserSampler, here: Progress, num_items: int | None) -> 
 def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Digests of the first epoch of a sampler that the epoch of a state may be begun with; none if none is known.
 
-    Args:
-        state: A state of the sampler.
-        config: The configuration of the sampler, as it is built here.
-
-    Returns:
-        That of when the epoch began; and that of the sampler as it is built, where another warning speaks of that.
+    It is that of when the epoch began; and that of the sampler as it is built, where another warning speaks of that.
     """
     progress, when_saved = state["progress"], state.get("changed", {}).get("sequence")
     # Before training had changed it, it was as built.
@@ -140,11 +121,6 @@ def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, 
 
 def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tuple[str, ...]:
     """Digest of the first epoch of a sampler as it is when a pass begins; none of one that training does not change.
-
-    Args:
-        order: The sampler, whose memory has that of the pass before, or those that an epoch may be begun again with.
-        begun: The pass.
-        is_changed: Whether training is known to have changed it.
 
     Warns:
         StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
@@ -184,12 +160,7 @@ _MOST_OF_OTHERS = 2**12
 
 
 def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
-    """Warn of attributes that are others than before the stop, though the passes before have been begun again.
-
-    Args:
-        order: The sampler, which something else than its passes had changed.
-        held: What :func:`held_by` gave where the epoch began.
-    """
+    """Warn of attributes that differ from :func:`held_by` before the stop, though its passes have been begun again."""
     if not is_noted_here(order):
         return
     now = held_by(order.sampler)
@@ -218,11 +189,6 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
 
     Within an epoch it is said in the log: a hook that sets them as an epoch starts comes again. So it is of those that
     no method of the sampler names.
-
-    Args:
-        order: The sampler.
-        names: Those of :func:`set_before_effect` in the state.
-        is_within: Whether items of the epoch were used.
 
     Warns:
         StatefulWarning: An epoch begins, and a method names one.

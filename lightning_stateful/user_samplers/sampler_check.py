@@ -30,7 +30,7 @@ from lightning_stateful.sampler_copies.shared_objects import (
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import as_written, digest, types_not_compared
 from lightning_stateful.samplers.rank_exchange import collectives_begun
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_trial import (
     COMPARED,
@@ -51,6 +51,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     refuse_wrong_length,
     untouched_by,
 )
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # Seconds to the first items that are too much for each save.
 _SLOW_TO_BEGIN = 0.05
@@ -64,9 +65,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
 
     Later epochs are begun as well where that tells something, see :class:`SamplerTrial`.
 
-    Args:
-        order: The sampler.
-        choose: What to set on a copy while it is iterated, to tell it that there is one rank; None to leave it.
+    ``choose`` says what to set on a copy while it is iterated, to tell it that there is one rank.
 
     Raises:
         ConfigurationError: It yields more or fewer items than its ``len``.
@@ -287,13 +286,8 @@ def first_sequence(order: UserSampler, sampler: Any) -> str:
 class _Followed:
     """A pass over a copy of a sampler, iterated as far as is looked at, which notes items and the sampler's own state.
 
-    Args:
-        order: The sampler.
-        tried: The copy.
-        items: The iterator of its pass.
-        facts: Where to put what is found.
-        look: Called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that is soon.
-        started: When the pass was begun; None for now.
+    ``look`` is called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that is
+    soon.
 
     Attributes:
         state: The sampler's own state on the way, if it has one.
@@ -463,6 +457,3 @@ _CHANGES_UNSEEN = (
     "of a class of your own, a table of pandas that is changed in place). Let it keep that in lists, dicts or arrays "
     "of its own, or pass accept=('nondeterministic',)."
 )
-
-
-# Ranks

@@ -23,9 +23,16 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import post, posted
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import (
+    KEPT_NOTES,
+    NUM_LATEST,
+    IteratedSampler,
+    TakenItems,
+    kept,
+    snapshot,
+)
 from lightning_stateful.user_samplers.sampler_trial import has_come_from
-from lightning_stateful.user_samplers.taken_items import KEPT_NOTES, NUM_LATEST, TakenItems, kept, snapshot
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16

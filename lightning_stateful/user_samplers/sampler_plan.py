@@ -19,10 +19,10 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.resumed_epoch import is_noted_here, set_before_effect, warn_of_unset
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_ITEMS = 2**40
@@ -33,11 +33,6 @@ class SamplerEpochPlan:
 
     Each call of :meth:`batches` begins a pass over the sampler. What the latest pass has noted on its way goes into a
     progress, to be compared on a resume.
-
-    Args:
-        order: The sampler.
-        num_replicas: Ranks that its items are dealt out to.
-        begun: Where the plan begins.
 
     Attributes:
         read_ahead: Steps behind the epoch that workers are given of a sampler that goes on there, as torch gives them.

@@ -29,7 +29,8 @@ from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import digest, hex_digest
 from lightning_stateful.samplers.state_codec import to_plain
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
 COMPARED, MOST, MOST_ENDLESS = 64, 2**20, 2**14
@@ -48,11 +49,8 @@ _SLOW_TO_GO_ON = 0.5
 class SamplerTrial:
     """Goes on with copies of a sampler that has yielded its first epoch, and puts into its facts what that shows.
 
-    Args:
-        order: The sampler.
-        facts: Those of the first epoch.
-        fresh: Makes a copy of the sampler, or of the copy that it is given as ``sampler``.
-        is_unseen: Whether its code reaches what no digest tells.
+    ``fresh`` makes a copy of the sampler, or of an earlier copy; one ``is_unseen`` whose code reaches what no digest
+    tells.
     """
 
     def __init__(
@@ -75,10 +73,6 @@ class SamplerTrial:
 
         Where the pass has changed it, they do not only if both also hold the same behind the next epoch: else what they
         hold may show in a later one. What it does not hold, as in a cache by ``functools``, may matter without that.
-
-        Args:
-            ended: The copy.
-            is_changed: Whether the pass has changed what it holds.
         """
         facts = self._facts
         if not is_changed:
@@ -122,11 +116,7 @@ class SamplerTrial:
         facts.remembers_told, facts.adds_up = self._depends_on_told()
 
     def left_alone_by(self, tried: IteratedSampler) -> dict[str, str]:
-        """As :func:`held_by`, of what neither passes nor ``set_epoch`` change; empty where that was not tried.
-
-        Args:
-            tried: A copy that was told epoch 0, and iterated.
-        """
+        """As :func:`held_by`, of what neither passes nor ``set_epoch`` change; empty where that was not tried."""
         order, copies = self._order, [tried, *([] if self._told_another is None else [self._told_another])]
         if order.has_set_epoch and len(copies) == 1:
             return {}
@@ -274,14 +264,7 @@ def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[
 
 
 def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None, sampler: Any = None) -> IteratedSampler:
-    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for.
-
-    Args:
-        order: The sampler.
-        choose: What to set on the copy; None for nothing.
-        asked: Answers for torch.distributed.
-        sampler: An earlier copy, to make a copy of that.
-    """
+    """A copy of a sampler, or of an earlier copy, told of ranks by what ``choose`` sets, and of those it asks for."""
     copied = SamplerCopy(order.sampler if sampler is None else sampler, order.dataset).sampler
     return order.iterating(copied, [] if choose is None else choose(copied), asked)
 
@@ -298,13 +281,7 @@ def has_come_from(
 ) -> bool:
     """Whether a copy comes from a state of a sampler's own to the one that it has now; True where that is not known.
 
-    Args:
-        order: The sampler.
-        label: Epoch and cycle of the pass.
-        drawn: Items that it had yielded when it gave the state.
-        state: That state.
-        count: Items that it has yielded since.
-        is_latest: Tells whether an item is the latest of these.
+    A pass by its ``label`` had yielded ``drawn`` items when it gave ``state``, and ``count`` since.
     """
     if order.facts.cannot_be_tried or order.facts.begins_in > _SLOW_TO_GO_ON:
         return True
@@ -349,9 +326,7 @@ def holds_as_tried(order: UserSampler) -> bool:
 def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
     """Digests of the attributes of a sampler that another process may compare: of none with sets or generators.
 
-    Args:
-        sampler: The sampler.
-        dataset: An attribute that others compare.
+    An attribute that is the dataset is left out: others compare that.
     """
     held = {name: value for name, value in attributes_of(sampler).items() if dataset is None or value is not dataset}
     parts = {name: (value, SamplerParts(value)) for name, value in held.items()}
@@ -363,12 +338,7 @@ def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
 
 
 def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:
-    """As :func:`held_by`, of what the passes of a sampler and ``set_epoch`` leave as it was.
-
-    Args:
-        order: The sampler.
-        tried: A copy that was told epoch 0, and iterated.
-    """
+    """As :func:`held_by`, of what neither the passes of a sampler nor ``set_epoch`` have changed in a copy."""
     with suppress(Exception):
         tried.tell(1)
     after = held_by(tried.sampler, order.dataset)
