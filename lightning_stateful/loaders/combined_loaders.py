@@ -199,9 +199,6 @@ class CombinedLoaders:
         """Refuse loaders that would have to start over within an epoch of ``num_steps`` steps, and cannot.
 
         Loaders whose epochs follow each other (``carries_over``) cannot.
-
-        Raises:
-            ConfigurationError: With the remedy.
         """
         for path, loader in self.loaders.items() if self._cycles else ():
             if not loader.order.carries_over or len(loader) >= num_steps:
@@ -335,11 +332,7 @@ class CombinedLoaders:
                 loader.order.note_restored()
 
     def _refuse_skip(self) -> None:
-        """Refuse ranges of batches that would be others of each loader.
-
-        Raises:
-            ConfigurationError: One loader would start over within an epoch, or is a stream beside others.
-        """
+        """Refuse ranges of batches that would be others of each loader."""
         skips = [of for of in self.loaders.values() if of.tracker.skipping and of.tracker.skipping.skip.ranges]
         if not skips or len(self.loaders) == 1:
             return
@@ -365,7 +358,8 @@ class CombinedLoaders:
         known, length = self._lengths.get(path, (-1, 0))
         if known != epoch:
             length = self.loaders[path].plan(epoch).num_steps
-            if not self.loaders[path].may_change_length:
+            # That of a user's sampler may change until it begins.
+            if not isinstance(self.loaders[path].order, WrappedSampler):
                 self._lengths[path] = epoch, length
         return length
 

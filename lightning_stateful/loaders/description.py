@@ -264,11 +264,7 @@ def order_of_length(order: BatchOrder, known: int | None, dataset: Any) -> Sampl
 
 
 def compare_lengths(dataset: Any, path: str) -> None:
-    """Make sure that a dataset that has another length by now has the same one on all ranks.
-
-    Raises:
-        RankMismatchError: It has not, or some rank has not come to compare, as where nothing has changed.
-    """
+    """Make sure that a dataset that has another length by now has the same one on all ranks."""
     name = f"the length of {type(dataset).__qualname__} {path}".rstrip()
     found = exchanged(name, len(dataset)) or []
     if len({*found}) > 1:
@@ -282,9 +278,6 @@ def refuse_other_length(order: BatchOrder, length: int | None, dataset: Any) -> 
     """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown.
 
     Nothing is said where the next epoch is planned for the length that it has by then.
-
-    Raises:
-        ConfigurationError: It has fewer.
     """
     if length is None or len(dataset) == length or order_of_length(order, length, dataset) is not None:
         return

@@ -61,15 +61,6 @@ class Watch:
             by name, the epoch and the number of batches of it that had been given.
     """
 
-    asks_length: bool
-    changes: bool
-    differs: bool
-    is_known: bool
-    num_given: int
-    num_read: int
-    reads_by_hand: bool
-    reads_in_thread: bool
-
     def __init__(self) -> None:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
@@ -342,9 +333,6 @@ class OwnPlan:
     ``skipped`` are batches that it gives first and that the model has been trained on before; ``given_on`` is what
     batches depend on beside the configuration.
     """
-
-    plan: EpochPlan
-    skipped: int
 
     def __init__(
         self,

@@ -101,7 +101,9 @@ def build_patched(
         if holder is not None and num_replicas != 1 and not deals_itself(loader):
             # Lightning deals nothing out of what is no DataLoader.
             own_rank = rank
-        draws_apart = drawn_as not in (None, path) and not _draws_alike_at_samples(loader)
+        # Torch's workers draw alike at samples too, where the generators of their loaders are of one state.
+        is_apart = drawn_as not in (None, path)
+        draws_apart = is_apart and not (loader.num_workers and loader.generator is not None)
         samples_path = path if draws_apart or drawn_as is None else drawn_as
         if drawn_as is not None and not (draws_apart and isinstance(loader.dataset, IterableDataset)):
             path = drawn_as
@@ -153,11 +155,7 @@ def build_patched(
 
 
 def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
-    """The loader behind a proxy or in an object that holds it; that object, with the name of the attribute, or None.
-
-    Raises:
-        UnsupportedLoaderError: It keeps an iterator of torch's for itself.
-    """
+    """The loader behind a proxy or in an object that holds it; that object, with the name of the attribute, or None."""
     # A trainer was given a proxy in place of one of its loaders.
     loader = without_repeats(loader.stateful_loader if is_proxy(loader) else loader)
     if exact or not (held := held_loader(loader)) or isinstance(getattr(loader, held).dataset, IterableDataset):
@@ -166,12 +164,7 @@ def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
 
 
 def _without_index(loader: Any, options: StreamOptions, own_rank: int | None, where: str) -> StreamLoader | None:
-    """The loader over a stream, or over an iterable of batches; None where the data have an index.
-
-    Raises:
-        UnsupportedLoaderError: The loader may give other batches than it reads, or cannot be patched at all.
-        ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
-    """
+    """The loader over a stream, or over an iterable of batches; None where the data have an index."""
     how: dict[str, Any] = {"path": options.path, "num_replicas": options.num_replicas, "rank": options.rank}
     if not options.exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
@@ -429,11 +422,6 @@ def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) 
                     "its own order. If their batches are to pair up, give both DataLoaders a generator of one seed."
                 )
     return notes
-
-
-def _draws_alike_at_samples(loader: Any) -> bool:
-    """Whether loaders with generators of one state draw alike at their samples too, as torch's workers do."""
-    return bool(loader.num_workers and loader.generator is not None)
 
 
 def drawn_as(loaders: Mapping[str, Any]) -> dict[str, str | None]:

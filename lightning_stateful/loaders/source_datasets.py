@@ -163,11 +163,7 @@ def concatenated(
 
 
 def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Add a description of each source's data to an order's configuration.
-
-    Raises:
-        ConfigurationError: The dataset's lengths are not those of the sources; with the source's name.
-    """
+    """Add a description of each source's data to an order's configuration."""
     lengths = config["sources"]
     if len(dataset) != sum(lengths.values()):
         raise ConfigurationError(

@@ -30,8 +30,14 @@ from lightning_stateful.loaders.description import (
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.planned_batches import ChosenBatch, OwnPasses, known_steps, steps_before
-from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
+from lightning_stateful.loaders.planned_batches import (
+    ChosenBatch,
+    CutArguments,
+    OwnPasses,
+    ServedIndices,
+    known_steps,
+    steps_before,
+)
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rank_exchange import exchanged
@@ -244,16 +250,6 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def is_plain(self) -> bool:
         """See :class:`TrackedLoader`."""
         return self.description.is_plain
-
-    @property
-    def is_computed(self) -> bool:
-        """See :class:`TrackedLoader`."""
-        return self.description.is_plain or self.description.is_planned
-
-    @property
-    def may_change_length(self) -> bool:
-        """See :class:`TrackedLoader`."""
-        return isinstance(self.order, WrappedSampler)
 
     @property
     def resume_note(self) -> str:

@@ -204,11 +204,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
 def sources_of(
     lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int], by_pass: Collection[str] = ()
 ) -> Sources:
-    """Names, lengths and batch sizes of datasets or of their lengths; ``by_pass`` as in :class:`Sources`.
-
-    Raises:
-        ConfigurationError: A dataset is empty, or has no batch size or no legal one; with its name.
-    """
+    """Names, lengths and batch sizes of datasets or of their lengths; ``by_pass`` as in :class:`Sources`."""
     refuse_splits(lengths)
     if isinstance(lengths, ConcatDataset):
         lengths = list(lengths.datasets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -173,10 +174,10 @@ class Skipping:
     @property
     def longest(self) -> int:
         """Batches of an epoch that are left out one after the other, at most."""
-        return max((sum(one.stop - one.first for one in self._saved.values()), *map(self._num_of, self.skip.ranges)))
-
-    def _num_of(self, given: BatchRange) -> int:
-        return sum(stop - first for epoch, first, stop in self.skip.ranges if epoch == given[0])
+        by_epoch = Counter[int]()
+        for epoch, first, stop in self.skip.ranges:
+            by_epoch[epoch] += stop - first
+        return max(sum(one.stop - one.first for one in self._saved.values()), *by_epoch.values(), 0)
 
     def _is_ahead(self, placed: Placed) -> bool:
         epoch = self._begun.epoch
@@ -222,11 +223,7 @@ class Skipping:
 
 
 def check_saved(saved: Any, progress: Progress) -> None:
-    """Refuse what a state says of what was left out, if that cannot be.
-
-    Raises:
-        DamagedStateError: With the path of the very part.
-    """
+    """Refuse what a state says of what was left out, if that cannot be."""
     for number, one in enumerate(saved["ranges"]):
         _, first, stop, begin, end = one
         refuse_unless(

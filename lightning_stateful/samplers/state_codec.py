@@ -75,11 +75,7 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
 
 
 def from_plain(value: Any) -> Any:
-    """The value that :func:`to_plain` was given.
-
-    Raises:
-        DamagedStateError: It is nothing that :func:`to_plain` makes.
-    """
+    """The value that :func:`to_plain` was given."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, Mapping):

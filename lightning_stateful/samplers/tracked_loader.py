@@ -70,16 +70,6 @@ class TrackedLoader(Tracked):
         return False
 
     @property
-    def is_computed(self) -> bool:
-        """Whether the order is computed from the epoch and the step alone."""
-        return False
-
-    @property
-    def may_change_length(self) -> bool:
-        """Whether the length of an epoch may still change before it begins, as that of a user's sampler."""
-        return False
-
-    @property
     def progress(self) -> Progress:
         """The progress of a model that has been trained on all batches handed over."""
         return self.tracker.progress

@@ -54,8 +54,6 @@ class IteratedSampler:
         draws: What each rank draws for itself; None for nothing.
     """
 
-    sampler: Any
-
     def __init__(
         self,
         sampler: Any,

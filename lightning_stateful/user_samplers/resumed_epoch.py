@@ -93,19 +93,6 @@ class AwaitedLength:
             )
 
 
-def refuse_beyond(order: UserSampler, here: Progress, num_items: int | None) -> None:
-    """Refuse a progress behind the end of its epoch.
-
-    Raises:
-        PositionError: It is.
-    """
-    if num_items is not None and here.consumed > num_items:
-        raise PositionError(
-            f"{here.consumed} {order.unit} of epoch {here.epoch} were consumed, but {order.name} yields only "
-            f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
-        )
-
-
 def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Digests of the first epoch of a sampler that the epoch of a state may be begun with; none if none is known.
 
@@ -210,11 +197,7 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
 
 
 def check_details(order: UserSampler, here: Progress) -> None:
-    """Refuse notes of items behind a progress, a state where the sampler takes none, and more passes than there can be.
-
-    Raises:
-        DamagedStateError: There are such.
-    """
+    """Refuse notes of items behind a progress, a state where the sampler takes none, and too many passes."""
     noted, path = here.details.get(order.kind) or [], f"progress.{order.kind}"
     if noted and not isinstance(noted[0], list):
         behind = max([noted[0] + 1, *((noted[3:] or [None])[0] or [])[:2]])

@@ -49,7 +49,7 @@ from lightning_stateful.user_samplers.sampler_trial import (
     is_touched,
     reads_training,
     refuse_wrong_length,
-    untouched_by,
+    untouched_in,
 )
 from lightning_stateful.user_samplers.user_sampler import UserSampler
 
@@ -120,7 +120,9 @@ def _facts_of(
     if collectives_begun() != begun:
         # A copy that one rank alone iterates later would wait for the others.
         facts.remembers = contents() != before
-        followed, facts.untouched = None, untouched_by(order, tried)
+        with suppress(Exception):
+            tried.tell(1)
+        followed, facts.untouched = None, untouched_in(order, tried)
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
@@ -323,7 +325,9 @@ class _Followed:
             with self._tried.entered():
                 self._draw(size)
             if before < 2:
-                self._look_at_length()
+                if not facts.changes_in_len:
+                    with suppress(Exception):
+                        facts.counts_down = self._tried.asked(order.length_of, 0, 0) != facts.says
                 if time.perf_counter() - self._started < _SLOW_TO_BEGIN:
                     look(False)
             if before < COMPARED:
@@ -400,11 +404,6 @@ class _Followed:
             self._noted_next = STATE_STRIDE if self._has_states else next_digest_index(index + 1)
         if self.state is not None and len(self.following) < STATE_STRIDE:
             self.following.append(digest(item))
-
-    def _look_at_length(self) -> None:
-        if not self._facts.changes_in_len:
-            with suppress(Exception):
-                self._facts.counts_down = self._tried.asked(self._order.length_of, 0, 0) != self._facts.says
 
 
 def _num_first(order: UserSampler) -> int:

@@ -151,11 +151,7 @@ class SamplerMemory:
         self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it that a state tells of and this process has not.
-
-        Raises:
-            PositionError: It is of an evaluation loader, and comes before the pass of training that is resumed.
-        """
+        """A pass begins: begin those before it that a state tells of and this process has not."""
         self._refuse_to_come_first(order)
         if self._latest is not None:
             if order.is_trained_on:  # A validation within an epoch leaves the rest of that to training.
@@ -395,11 +391,7 @@ class SamplerMemory:
         self._of_training.append(is_of_training)
 
     def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
-        """Begin the passes that :meth:`passes_before` told of an epoch, but for those that were begun in this process.
-
-        Raises:
-            PositionError: Others were begun in this process, or by another loader.
-        """
+        """Begin the passes that :meth:`passes_before` told of an epoch, but for those begun in this process."""
         earlier, started, known = spelled_out(told_of), time.perf_counter(), len(self.passes)
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.

@@ -81,7 +81,6 @@ class SamplerPass:
         when_there: Called when it has come to the first item that is wanted.
     """
 
-    drawn: int
     ahead: Sequence[Any] = ()
     when_there: Callable[[], object] = bool
 
@@ -431,11 +430,7 @@ class SamplerPass:
             self._differs(index, expected, found, of_state=state is not None)
 
     def _differs(self, index: int, expected: str, found: str, *, of_state: bool = False) -> None:
-        """Refuse items that are not those of an earlier run, or warn where that is accepted.
-
-        Raises:
-            StateMismatchError: It is not accepted.
-        """
+        """Refuse items that are not those of an earlier run, or warn where that is accepted."""
         order = self._order
         if "nondeterministic" in order.accept:
             warn(

@@ -38,7 +38,6 @@ class SamplerEpochPlan:
         read_ahead: Steps behind the epoch that workers are given of a sampler that goes on there, as torch gives them.
     """
 
-    order: UserSampler
     read_ahead = 0
 
     def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
@@ -99,11 +98,7 @@ class SamplerEpochPlan:
         return can_be_joined and self.rule.ends_in_pairs(self.remaining or 0)
 
     def num_samples(self, rank: int) -> int:
-        """Samples of ``rank`` in this plan.
-
-        Raises:
-            TypeError: It cannot be known before the epoch is over.
-        """
+        """Samples of ``rank`` in this plan."""
         if self.order.num_items is None or self.order.whole_batches:
             raise TypeError(f"{self.order.name} does not say how many samples it yields.")
         return self.rule.num_samples(self.remaining or 0, rank)

@@ -120,9 +120,7 @@ class SamplerTrial:
         order, copies = self._order, [tried, *([] if self._told_another is None else [self._told_another])]
         if order.has_set_epoch and len(copies) == 1:
             return {}
-        after = [held_by(one.sampler, order.dataset) for one in copies]
-        now = held_by(order.sampler, order.dataset)
-        return {name: value for name, value in now.items() if all(held.get(name) == value for held in after)}
+        return untouched_in(order, *copies)
 
     def _hands_epoch_on(self) -> bool:
         """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
@@ -337,12 +335,11 @@ def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
     }
 
 
-def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:
-    """As :func:`held_by`, of what neither the passes of a sampler nor ``set_epoch`` have changed in a copy."""
-    with suppress(Exception):
-        tried.tell(1)
-    after = held_by(tried.sampler, order.dataset)
-    return {name: value for name, value in held_by(order.sampler, order.dataset).items() if after.get(name) == value}
+def untouched_in(order: UserSampler, *tried: IteratedSampler) -> dict[str, str]:
+    """As :func:`held_by`, of what a sampler holds as copies of it do that were told epochs and iterated."""
+    after = [held_by(one.sampler, order.dataset) for one in tried]
+    now = held_by(order.sampler, order.dataset)
+    return {name: value for name, value in now.items() if all(held.get(name) == value for held in after)}
 
 
 def is_touched(order: UserSampler) -> bool:
@@ -442,11 +439,7 @@ def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
 
 
 def refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
-    """Refuse a sampler that yields more or fewer items than its ``len`` says.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse a sampler that yields more or fewer items than its ``len`` says."""
     found, says = facts.length, facts.says
     if found is None or says is None or found == says or (order.is_cut and found >= says):
         return

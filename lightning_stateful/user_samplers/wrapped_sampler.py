@@ -11,13 +11,14 @@ from torch.utils.data import RandomSampler
 
 from lightning_stateful.core.order import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
+from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.rng import OwnRandomness
 from lightning_stateful.sampler_copies.sampler_facts import Dealing, ResumeMode, SamplerFacts
 from lightning_stateful.sampler_copies.sampler_ranks import told
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either
 from lightning_stateful.state import value_at
-from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, began_as, check_details, refuse_beyond
+from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, began_as, check_details
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
@@ -97,12 +98,7 @@ class WrappedSampler(UserSampler):
 
     @cached_property
     def facts(self) -> SamplerFacts:
-        """The facts that a trial of a copy has shown; of torch's own nothing is tried.
-
-        Raises:
-            UnsupportedLoaderError: It cannot be tried without a trace.
-            ConfigurationError: It yields more or fewer items than its ``len``.
-        """
+        """The facts that a trial of a copy has shown; of torch's own nothing is tried."""
         if self.is_known:
             return SamplerFacts()
         memory, key = self.memory, (self.seed, self.draws, self.length, self.batch_size, self.is_cut_by_torch)
@@ -120,11 +116,7 @@ class WrappedSampler(UserSampler):
         return memory_of(self.sampler, self.dataset)
 
     def meet(self, num_replicas: int, rank: int, *, is_given: bool = False) -> Dealing:
-        """Find out how its items come to ranks; processes of a group do so together.
-
-        Raises:
-            RankMismatchError: The ranks cannot share them.
-        """
+        """Find out how its items come to ranks; processes of a group do so together."""
         known = vars(self).get("_met")
         if known != (num_replicas, rank):
             vars(self)["_dealing"] = found = deal(self, num_replicas, rank, is_given=is_given)
@@ -167,11 +159,7 @@ class WrappedSampler(UserSampler):
         return changed
 
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> SamplerEpochPlan:
-        """Plan ``epoch``, or the rest of it.
-
-        Raises:
-            PositionError: More items were consumed than the epoch has.
-        """
+        """Plan ``epoch``, or the rest of it."""
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         check_details(self, here)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
@@ -183,7 +171,12 @@ class WrappedSampler(UserSampler):
             self.bring_to(epoch, plan.passes_if_unread())
         if here.consumed:
             self.bring_to(epoch, here.details.get("passes"))
-            refuse_beyond(self, here, self.num_items_in(epoch))
+            num_items = self.num_items_in(epoch)
+            if num_items is not None and here.consumed > num_items:
+                raise PositionError(
+                    f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
+                    f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
+                )
         made = SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
         if here.consumed and self.is_trained_on and self.remembers and made.remaining and made.num_steps:
             self.memory.await_training(epoch)
