@@ -320,11 +320,7 @@ class CombinedLoaders:
                 loader.order.await_length(saved[path], loader.tracker.config, of_ended)
 
     def end_awaiting(self) -> None:
-        """Training begins: hooks have restored what lengths of samplers, and iterable datasets, follow from.
-
-        Raises:
-            PositionError: More was trained on in the epoch than it has.
-        """
+        """Training begins: hooks have restored what lengths of samplers, and iterable datasets, follow from."""
         for loader in self.loaders.values():
             if isinstance(loader.order, WrappedSampler):
                 loader.order.end_awaiting()

@@ -75,11 +75,8 @@ class LoaderDescription(NamedTuple):
     ) -> LoaderDescription:
         """A copy for another use of the loader; see :meth:`BatchOrder.adapted`.
 
-        Args:
-            dataset: The loader's dataset.
-            exact: For evaluation.
-            shuffle: False for the same batches in every epoch: samples that are cut come in the dataset's order.
-            is_dealt_out: False to iterate a wrapped sampler as each rank has it.
+        Without ``shuffle`` the batches are the same in every epoch, and samples that are cut come in the dataset's
+        order. A wrapped sampler that is not dealt out is iterated as each rank has it.
         """
         order = self.order
         if not shuffle and self.batch_size is not None:
@@ -136,10 +133,6 @@ def describe_loader(
     ``drop_last`` says if it ``keeps_last``, as Lightning does in prediction; the argument ``drop_last`` is of samples
     that are not collated, for which torch has no option. ``tail`` says what becomes of the last items of a sampler that
     is no computed order; None for ``drop_last``.
-
-    Raises:
-        ConfigurationError: A sampler cannot be iterated.
-        UnsupportedLoaderError: A sampler cannot be repeated.
     """
     dataset: Any = loader.dataset
     batches: Any = without_lightnings(loader.batch_sampler)

@@ -122,11 +122,7 @@ def loaders_in(*holders: Any) -> dict[str, DataLoader[Any]]:
 
 
 def warn_of_held_loaders(iterable: Any, where: str) -> None:
-    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
-
-    Warns:
-        StatefulWarning: With the attributes and the remedy.
-    """
+    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed."""
     held = _held_by(iterable)
     is_iterable = [isinstance(getattr(one, "dataset", None), IterableDataset) for one in held.values()]
     if not all(is_iterable) and not hasattr(type(iterable), "state_dict"):

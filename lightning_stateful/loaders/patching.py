@@ -172,7 +172,10 @@ def _without_index(loader: Any, options: StreamOptions, own_rank: int | None, wh
         return IterableLoader(of_batches(loader), replace(options, seed=None, seed_samples=True))
     if isinstance(loader, IterableLoader):
         return loader.fresh_copy(**how)
-    is_stream = _is_stream(loader, options)
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if is_stream and options.exact:
+        # In evaluation, only one whose shards can be dealt out is read as a stream.
+        is_stream = is_dealt_out(loader.dataset, detect_topology(options.num_replicas, options.rank))
     if own_rank is not None and is_stream and not options.exact:
         _refuse_shards(loader)
     elif own_rank is not None:
@@ -336,13 +339,6 @@ def is_iterable(loader: object) -> bool:
 def is_proxy(loader: object) -> bool:
     """Whether it is what a trainer was given in place of a loader of this package, which it holds as ``loader``."""
     return getattr(type(loader), "is_proxy", False) is True
-
-
-def _is_stream(loader: object, options: StreamOptions) -> bool:
-    """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
-    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
-        return False
-    return not options.exact or is_dealt_out(loader.dataset, detect_topology(options.num_replicas, options.rank))
 
 
 def _reason_against(loader: object, is_stream: bool = False) -> str:

@@ -388,11 +388,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return self._reader_with(options_of(self)).length(plan)
 
     def compare_ranks(self) -> None:
-        """Make sure, once, that all processes of the group deal out the same data.
-
-        Raises:
-            RankMismatchError: They do not.
-        """
+        """Make sure, once, that all processes of the group deal out the same data."""
         if self._is_compared or self.tracker.num_replicas is not None:
             return
         self._is_compared = True

@@ -230,9 +230,6 @@ def refuse_splits(data: Any, *, trains: bool = True) -> None:
 
     A mapping counts as splits if a training split and one for evaluation are among its keys; a ``DatasetDict`` if any
     of its keys is a split's name. For evaluation, only a ``DatasetDict`` with a training split does.
-
-    Raises:
-        ConfigurationError: With the remedy.
     """
     if not isinstance(data, Mapping):
         return

@@ -29,11 +29,6 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
 
     It is no collective of the group: a process that never comes cannot upset those that others are in.
 
-    Args:
-        name: What the value is about, the same on all processes.
-        value: Plain JSON data.
-        timeout: Seconds to wait for the others.
-
     Raises:
         RankMismatchError: Some process has failed, or has not come in time.
     """

@@ -6,7 +6,6 @@ after a resume on other ranks or with another batch size it is still the same sa
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.samples import SampleEpochPlan
 from lightning_stateful.core.skip import BatchRange, Gaps, Skip, name_of_function, plan_without, unit_of
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.shapes import COUNT, refuse_unless
 
 # Passes whose gaps are kept, by their epoch and cycle: finding them may need a look at every sample.
@@ -238,8 +238,7 @@ def _samples_of(skip: Skip) -> dict[str, Any]:
     """A description of the samples that are left out by their index, to be compared; empty for none."""
     found: dict[str, Any] = {}
     if skip.indices is not None:
-        digest = hashlib.blake2b(skip.indices.astype("<i8").tobytes(), digest_size=8).hexdigest()
-        found |= {"count": int(skip.indices.size), "digest": digest}
+        found |= {"count": int(skip.indices.size), "digest": hex_digest(skip.indices.astype("<i8").tobytes())}
     if skip.function is not None:
         found["function"] = name_of_function(skip.function)
     return found

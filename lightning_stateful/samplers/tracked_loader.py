@@ -50,11 +50,7 @@ class TrackedLoader(Tracked):
             users.epoch = epoch
 
     def leave_out(self, skip: Any) -> None:
-        """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them.
-
-        Raises:
-            ConfigurationError: It is no such argument, or cannot be honoured here.
-        """
+        """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them."""
         if (found := as_skip(skip)) is not None:
             if reason := self._reason_against_skip(found):
                 raise ConfigurationError(f"skip cannot be honoured here: {reason}")
@@ -111,10 +107,8 @@ class TrackedLoader(Tracked):
     def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
         """Plan another pass within an epoch, and its first step; None for one that counts as the epoch's own.
 
-        Args:
-            epoch: The epoch.
-            of_copy: Leave the position, and a user's sampler, as they are. Else only passes over a user's sampler are
-                planned so.
+        One ``of_copy`` leaves the position, and a user's sampler, as they are. Else only passes over a user's sampler
+        are planned so.
         """
         return None
 

@@ -36,11 +36,7 @@ _REMEDY = "set again what its len() follows from: in load_state_dict, on_load_ch
 class AwaitedLength:
     """The items of an epoch that a resume goes on in, until the sampler is asked itself.
 
-    Attributes:
-        epoch: The epoch.
-        consumed: Items of it that were used.
-        num_items: Those that it had in the run that wrote the state.
-        is_noted: Whether that run has noted them as the epoch began, so that they are certain.
+    They are certain where the run that wrote the state has noted them as the epoch began.
     """
 
     epoch: int
@@ -69,14 +65,7 @@ class AwaitedLength:
         return cls(epoch, consumed, said, noted is not None) if is_whole and said >= consumed else None
 
     def compare(self, order: UserSampler, num_items: int | None) -> None:
-        """Compare the length with that which the sampler says when all hooks are over that may restore it.
-
-        Raises:
-            PositionError: More items were used than it has.
-
-        Warns:
-            StatefulWarning: It has others than before.
-        """
+        """Compare the length with that which the sampler says when all hooks are over that may restore it."""
         if num_items is None or num_items == self.num_items:
             return
         if num_items < self.consumed:
@@ -109,8 +98,7 @@ def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, 
 def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tuple[str, ...]:
     """Digest of the first epoch of a sampler as it is when a pass begins; none of one that training does not change.
 
-    Warns:
-        StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
+    Warns where an epoch is begun again that was begun when the sampler would have yielded something else.
     """
     before: tuple[str, ...] = order.memory.begins_as
     if order.is_known or not order.is_trained_on:

@@ -232,13 +232,7 @@ class WrappedSampler(UserSampler):
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> WrappedSampler:
-        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`.
-
-        Args:
-            path: The place of its loader among several.
-            exact: Never repeat an item.
-            shuffle: False for the first epoch over and over.
-        """
+        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
         repeats = self.repeats_first_epoch or not shuffle
         return self.replaced(seed=loader_seed(self.seed, path), exact=self.exact or exact, repeats_first_epoch=repeats)
 
