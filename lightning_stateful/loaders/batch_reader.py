@@ -66,7 +66,7 @@ def _beside(collate_fn: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in torchs} if torchs else {}
 
 
-def _given(batch: Any) -> Any:
+def given(batch: Any) -> Any:
     """A batch; the error of one that cannot be read is raised."""
     if isinstance(batch, FailedBatch):
         raise batch.error
@@ -187,7 +187,7 @@ class BatchReader:
             outside, fetch = OutsideValues(dataset), self._fetch_in_process(iter([first] * 2), collate, False)
             try:
                 with keep_randomness():
-                    return [_given(fetch()) for _ in range(2)]
+                    return [given(fetch()) for _ in range(2)]
             finally:
                 held.restore()
                 outside.restore()

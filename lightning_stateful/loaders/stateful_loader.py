@@ -16,7 +16,7 @@ from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.generators.rng import seed_or_default
-from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
+from lightning_stateful.loaders.batch_reader import BatchReader, given, options_of
 from lightning_stateful.loaders.description import (
     LoaderDescription,
     LoaderSettings,
@@ -477,6 +477,4 @@ class _LoaderIterator:
             self._batches = self._tracker.iterate(self._read, resumes=True)
             raise
         self._may_be_over = False
-        if isinstance(batch, FailedBatch):
-            raise batch.error
-        return batch
+        return given(batch)

@@ -110,7 +110,7 @@ def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def refuse_iterated(order: UserSampler, here: int, before: int, epoch: int) -> NoReturn:
-    """Refuse a sampler that cannot be brought to an epoch, because others passes of it were begun here."""
+    """Refuse a sampler that cannot be brought to an epoch, because other passes of it were begun here."""
     if order.memory.is_shared:
         raise PositionError(
             f"{order.name} cannot be brought to epoch {epoch}: several loaders share it, and it changes while it is "
