@@ -36,7 +36,7 @@ from lightning_stateful import (
     StatefulLoader,
     patch_dataloader,
 )
-from lightning_stateful.user_samplers.wrapped_sampler import Tail
+from lightning_stateful.user_samplers.user_sampler import Tail
 
 NEWS, CODE = 96, 20  # samples of each dataset
 

@@ -31,7 +31,7 @@ from lightning_stateful.state import check, pack_combined, refuse_differences, w
 from lightning_stateful.trainer.callback import StatefulDataCallback
 from lightning_stateful.trainer.loader_proxy import Structure
 from lightning_stateful.trainer.train_loaders import Settings
-from lightning_stateful.user_samplers.wrapped_sampler import Tail
+from lightning_stateful.user_samplers.user_sampler import Tail
 
 # Types of single samples: a list of these is one dataset, and not several.
 _SAMPLES = (str, bytes, list, tuple, dict)

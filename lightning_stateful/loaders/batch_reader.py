@@ -66,7 +66,7 @@ def _beside(collate_fn: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if name not in torchs} if torchs else {}
 
 
-def _given(batch: Any) -> Any:
+def given(batch: Any) -> Any:
     """A batch; the error of one that cannot be read is raised."""
     if isinstance(batch, FailedBatch):
         raise batch.error
@@ -171,14 +171,8 @@ class BatchReader:
     ) -> list[Any] | None:
         """Read the first batch of a plan twice, in a worker of its own if the loader has workers; else leave no trace.
 
-        Args:
-            plan: The plan.
-            rank: The rank.
-            number: The number of the batch in its epoch, by which its worker is known.
-            num_workers: Of how many workers that is one; None for those that there are.
-
-        Returns:
-            The batches, as an ``__iter__`` of the user's is given them; None where too much is held to be put back.
+        It is known by its number in the epoch, and by that of all workers where these are others. The batches are as an
+        ``__iter__`` of the user's is given them; None where too much is held to be put back.
         """
         loader, dataset = self.loader, self._dataset
         batches = PlannedBatches(self._batches.seed, is_batched=self._batches.is_batched)
@@ -193,7 +187,7 @@ class BatchReader:
             outside, fetch = OutsideValues(dataset), self._fetch_in_process(iter([first] * 2), collate, False)
             try:
                 with keep_randomness():
-                    return [_given(fetch()) for _ in range(2)]
+                    return [given(fetch()) for _ in range(2)]
             finally:
                 held.restore()
                 outside.restore()
@@ -242,15 +236,10 @@ class BatchReader:
     ) -> Iterator[Any]:
         """Read the batches of ``rank`` from a step of a plan to its end.
 
-        Args:
-            plan: The plan.
-            rank: The rank.
-            first_step: The first step.
-            isolated: Restore the process's random generators after a batch that is read in this process. False if the
-                caller seeds them then anyway.
-            looks_ahead: See before the last batch whether a loader with an ``__iter__`` of its own gives more than it
-                says; a Trainer never asks it.
-            steps_before: Steps of the epoch before the plan, which tell whose turn it is among the workers.
+        One that is ``isolated`` restores the process's random generators after a batch that is read in this process.
+        One that ``looks_ahead`` sees before the last batch whether a loader with an ``__iter__`` of its own gives more
+        than it says, which a Trainer never asks. ``steps_before`` the plan in its epoch tell whose turn it is among the
+        workers.
 
         Yields:
             Collated batches; a :class:`FailedBatch` for one that cannot be read, behind which it goes on as torch does.

@@ -106,20 +106,12 @@ class CombinedLoaders:
         return digest([[path, repr(loader.tracker.config)] for path, loader in self.loaders.items()])
 
     def note_ranks(self, configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Let states hold the configurations of all ranks, for loaders that each rank has for itself.
-
-        Args:
-            configs: The result of :meth:`configs_of_this_rank` on each rank.
-        """
+        """Let states hold all ranks' :meth:`configs_of_this_rank`, for loaders that each rank has for itself."""
         for path, config in self.configs_of_this_rank().items():
             config.update(_by_rank([of_rank[path] for of_rank in configs]), ranks=len(configs))
 
     def is_unseeded(self, path: str) -> bool:
-        """Whether a loader draws from the process's generators as it reads, and nothing seeds them for that.
-
-        Args:
-            path: The loader's.
-        """
+        """Whether a loader draws from the process's generators as it reads, and nothing seeds them for that."""
         order: Any = self.loaders[path].order
         return bool(order.kind == "iterable" and order.settings.sample_seed is None)
 
@@ -143,11 +135,7 @@ class CombinedLoaders:
         return found
 
     def note_iterables(self, of_ranks: Sequence[Mapping[str, Mapping[str, Mapping[str, str]]]]) -> None:
-        """Let states hold the files of all ranks, and ranks draw alike whose generators stood alike.
-
-        Args:
-            of_ranks: The result of :meth:`iterables_of_this_rank` on each rank.
-        """
+        """Let states hold the files of all ranks, and ranks draw alike whose generators stood alike."""
         for path in self.iterables_of_this_rank():
             if any(files := [of_rank[path]["files"] for of_rank in of_ranks]):
                 config, joined = self.loaders[path].tracker.config, _by_rank(files)
@@ -157,11 +145,7 @@ class CombinedLoaders:
             order.note_draws([of_rank[path]["generators"] for of_rank in of_ranks])
 
     def plan_at(self, path: str, epoch: int, step: int) -> tuple[EpochPlan, int]:
-        """Find the plan that gives the batch of the loader at ``path`` for a step of an epoch.
-
-        Returns:
-            The plan, and the step of that plan: its end when the loader is exhausted.
-        """
+        """The plan that gives a loader's batch for a step of an epoch, and the step of it: its end once exhausted."""
         if not step:
             self._end_streams_together(epoch - 1)
         plan, length, asked = self._plan(path, epoch), self.length(path, epoch), step
@@ -215,9 +199,6 @@ class CombinedLoaders:
         """Refuse loaders that would have to start over within an epoch of ``num_steps`` steps, and cannot.
 
         Loaders whose epochs follow each other (``carries_over``) cannot.
-
-        Raises:
-            ConfigurationError: With the remedy.
         """
         for path, loader in self.loaders.items() if self._cycles else ():
             if not loader.order.carries_over or len(loader) >= num_steps:
@@ -272,11 +253,7 @@ class CombinedLoaders:
             self._plans[path] = self._resumed_plans[path] = loader.plan(epoch, progress)
 
     def begin_streams_at(self, epoch: int, step: int) -> list[str]:
-        """Let streams without a saved state begin at a step of an epoch.
-
-        Returns:
-            Their names.
-        """
+        """Let streams without a saved state begin at a step of an epoch; their names."""
         progress = Progress(epoch=epoch, consumed=step)
         begun = {path: name for path, loader in self.loaders.items() if (name := loader.begin_at(progress))}
         for path in begun:
@@ -294,14 +271,8 @@ class CombinedLoaders:
     def load(self, state: Mapping[str, Any], *, accept: Collection[str] = (), where: str) -> tuple[int, int]:
         """Go on where ``state`` was taken, perhaps on other ranks or with other batch sizes.
 
-        Args:
-            state: A state from :meth:`state_at`.
-            accept: Names of differences to let pass, beside those that the loaders accept.
-            where: A name for the state, with which errors begin.
-
-        Returns:
-            The epoch, and the step at which it goes on, counted in epochs as they are on the present ranks:
-            ``num_batches(epoch) - step`` steps of it are left.
+        Returned are the epoch and the step at which it goes on, counted in epochs as they are on the present ranks:
+        ``num_batches(epoch) - step`` steps of it are left.
 
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
@@ -341,9 +312,7 @@ class CombinedLoaders:
     def await_lengths(self, state: Mapping[str, Any], *, of_ended: int | None = None) -> None:
         """Take the epoch of a state to be as long as it says, until :meth:`end_awaiting`: hooks may set that again.
 
-        Args:
-            state: A state that fits the loaders.
-            of_ended: The epoch that was ended just before, to take that one so.
+        It is the epoch ``of_ended`` that is taken so, where that was ended just before.
         """
         saved = dict(format_.walk(state))
         for path, loader in self.loaders.items():
@@ -351,11 +320,7 @@ class CombinedLoaders:
                 loader.order.await_length(saved[path], loader.tracker.config, of_ended)
 
     def end_awaiting(self) -> None:
-        """Training begins: hooks have restored what lengths of samplers, and iterable datasets, follow from.
-
-        Raises:
-            PositionError: More was trained on in the epoch than it has.
-        """
+        """Training begins: hooks have restored what lengths of samplers, and iterable datasets, follow from."""
         for loader in self.loaders.values():
             if isinstance(loader.order, WrappedSampler):
                 loader.order.end_awaiting()
@@ -363,11 +328,7 @@ class CombinedLoaders:
                 loader.order.note_restored()
 
     def _refuse_skip(self) -> None:
-        """Refuse ranges of batches that would be others of each loader.
-
-        Raises:
-            ConfigurationError: One loader would start over within an epoch, or is a stream beside others.
-        """
+        """Refuse ranges of batches that would be others of each loader."""
         skips = [of for of in self.loaders.values() if of.tracker.skipping and of.tracker.skipping.skip.ranges]
         if not skips or len(self.loaders) == 1:
             return
@@ -393,7 +354,8 @@ class CombinedLoaders:
         known, length = self._lengths.get(path, (-1, 0))
         if known != epoch:
             length = self.loaders[path].plan(epoch).num_steps
-            if not self.loaders[path].may_change_length:
+            # That of a user's sampler may change until it begins.
+            if not isinstance(self.loaders[path].order, WrappedSampler):
                 self._lengths[path] = epoch, length
         return length
 

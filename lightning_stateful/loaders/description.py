@@ -22,7 +22,8 @@ from lightning_stateful.samplers.rank_exchange import exchanged
 from lightning_stateful.state import holds, value_at
 from lightning_stateful.user_loaders import is_torchdatas
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
-from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import Tail
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +75,8 @@ class LoaderDescription(NamedTuple):
     ) -> LoaderDescription:
         """A copy for another use of the loader; see :meth:`BatchOrder.adapted`.
 
-        Args:
-            dataset: The loader's dataset.
-            exact: For evaluation.
-            shuffle: False for the same batches in every epoch: samples that are cut come in the dataset's order.
-            is_dealt_out: False to iterate a wrapped sampler as each rank has it.
+        Without ``shuffle`` the batches are the same in every epoch, and samples that are cut come in the dataset's
+        order. A wrapped sampler that is not dealt out is iterated as each rank has it.
         """
         order = self.order
         if not shuffle and self.batch_size is not None:
@@ -131,20 +129,10 @@ def describe_loader(
 ) -> LoaderDescription:
     """Read the order of a loader over a map-style dataset.
 
-    Args:
-        loader: A loader that is not yet stateful.
-        seed: Chooses the order where its sampler has no seed of its own.
-        exact: For evaluation; whole batches of this package's cannot promise it, and stay as they are.
-        shuffle: As in :meth:`LoaderDescription.adapted`; if False, a sampler whose samples are cut is not asked.
-        is_dealt_out: As in :meth:`LoaderDescription.adapted`.
-        accept: Names of differences to let pass, ``"nondeterministic"`` among them.
-        drop_last: Leave out an incomplete last step of samples that are not collated, for which torch has no option.
-        tail: What becomes of the last items of a sampler that is no computed order; None for ``drop_last``.
-        keeps_last: Serve an incomplete last batch whatever ``drop_last`` says, as Lightning does in prediction.
-
-    Raises:
-        ConfigurationError: A sampler cannot be iterated.
-        UnsupportedLoaderError: A sampler cannot be repeated.
+    A sampler whose samples are cut is not asked without ``shuffle``. An incomplete last batch is served whatever its
+    ``drop_last`` says if it ``keeps_last``, as Lightning does in prediction; the argument ``drop_last`` is of samples
+    that are not collated, for which torch has no option. ``tail`` says what becomes of the last items of a sampler that
+    is no computed order; None for ``drop_last``.
     """
     dataset: Any = loader.dataset
     batches: Any = without_lightnings(loader.batch_sampler)
@@ -259,13 +247,7 @@ _OF_DATASET = (PATH, _LENGTH)
 
 
 def order_of_length(order: BatchOrder, known: int | None, dataset: Any) -> SampleBatchOrder | None:
-    """The same order of all samples, in order or shuffled, where the dataset has another length by now; else None.
-
-    Args:
-        order: The order of a loader.
-        known: The samples that the dataset had; None where its length does not matter.
-        dataset: The dataset.
-    """
+    """The same order of all samples, in order or shuffled, where the dataset has another length by now; else None."""
     if known is None or not isinstance(order, SampleBatchOrder) or len(dataset) == known:
         return None
     samples = order.samples
@@ -275,11 +257,7 @@ def order_of_length(order: BatchOrder, known: int | None, dataset: Any) -> Sampl
 
 
 def compare_lengths(dataset: Any, path: str) -> None:
-    """Make sure that a dataset that has another length by now has the same one on all ranks.
-
-    Raises:
-        RankMismatchError: It has not, or some rank has not come to compare, as where nothing has changed.
-    """
+    """Make sure that a dataset that has another length by now has the same one on all ranks."""
     name = f"the length of {type(dataset).__qualname__} {path}".rstrip()
     found = exchanged(name, len(dataset)) or []
     if len({*found}) > 1:
@@ -293,14 +271,6 @@ def refuse_other_length(order: BatchOrder, length: int | None, dataset: Any) -> 
     """Refuse a dataset that has shrunk since its batches were planned; warn of one that has grown.
 
     Nothing is said where the next epoch is planned for the length that it has by then.
-
-    Args:
-        order: The order of its loader.
-        length: The samples that it had then; None where its length does not matter.
-        dataset: The dataset.
-
-    Raises:
-        ConfigurationError: It has fewer.
     """
     if length is None or len(dataset) == length or order_of_length(order, length, dataset) is not None:
         return
@@ -329,15 +299,8 @@ def warn_unless_restored(
 ) -> set[str]:
     """Warn of data or a sampler that had changed when a state was taken, and are as they were built.
 
-    Args:
-        order: The order of a loader.
-        dataset: Its dataset.
-        config: Its configuration.
-        saved: The changes in its state, as from :func:`changed_since`.
-        restored: The names of what has changed since the loader was built, and before the resumed epoch ended.
-
-    Returns:
-        The names of the attributes of data among them.
+    ``saved`` are the changes in a state, and ``restored`` names what has changed since the loader was built, and before
+    the resumed epoch ended. Returns the attributes of data among those that are warned of.
     """
     # Of the indices of subsets others speak, but not of those of samplers.
     saved = {

@@ -41,13 +41,7 @@ _SPOT_CHECKS = 32
 
 
 def file_of(cache_file: str | Path | None, stage: str, name: str | None) -> Path | None:
-    """The file that keeps the lengths of one of several datasets, beside that of the training data.
-
-    Args:
-        cache_file: The file of the training data; None for none.
-        stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-        name: The name of the dataset among several.
-    """
+    """The file that keeps the lengths of one of several datasets, beside that of the training data."""
     if cache_file is None:
         return None
     path = Path(cache_file)
@@ -110,15 +104,7 @@ def names_lengths(lengths: object) -> bool:
 
 
 def measure_samples(dataset: Any, length: Callable[[Any], int], *, num_workers: int | None = None) -> LengthArray:
-    """Call a function on every sample, in parallel, with a progress bar where that takes long.
-
-    Returns:
-        Non-negative integers of the smallest type that holds them, of shape ``(len(dataset),)``.
-
-    Raises:
-        ConfigurationError: The function failed, or returned something else; with the sample.
-        Exception: Whatever reading a sample raises.
-    """
+    """Call a function on every sample, in parallel; integers of the smallest type that holds them."""
     total = len(dataset)
     if num_workers is not None and num_workers < 0:
         raise ConfigurationError(f"The number of processes that measure must not be negative, got {num_workers}.")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,6 @@ class LoadersBeside:
 
     The generators from which they draw are seeded for each pass, as those of the loader's own sampler are. What their
     samplers and iterable datasets remember from pass to pass a new loader has not.
-
-    Args:
-        holders: What is iterated, and the loader in it, before the first pass.
     """
 
     def __init__(self, holders: tuple[Any, ...]) -> None:
@@ -82,12 +79,7 @@ class LoadersBeside:
                     state_for(generator, derive_seed("beside", name, path, began_with)).seed(seed)
 
     def warn_of_told(self, holder: Any, changed: Collection[str]) -> None:
-        """Warn, once, of what the iteration sets on the dataset or the ``collate_fn`` from batch to batch.
-
-        Args:
-            holder: What is iterated.
-            changed: Names of what has changed as the latest batch was given.
-        """
+        """Warn, once, if what has changed as the latest batch was given is of the dataset or the ``collate_fn``."""
         told = sorted(name for name in changed if name.startswith(_TOLD))
         if told and not self._has_warned:
             self._has_warned = True
@@ -130,11 +122,7 @@ def loaders_in(*holders: Any) -> dict[str, DataLoader[Any]]:
 
 
 def warn_of_held_loaders(iterable: Any, where: str) -> None:
-    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed.
-
-    Warns:
-        StatefulWarning: With the attributes and the remedy.
-    """
+    """Warn of an object without a state that reads DataLoaders in a way that cannot be followed."""
     held = _held_by(iterable)
     is_iterable = [isinstance(getattr(one, "dataset", None), IterableDataset) for one in held.values()]
     if not all(is_iterable) and not hasattr(type(iterable), "state_dict"):
@@ -187,21 +175,19 @@ def _remembers(loader: DataLoader[Any]) -> bool:
 
 def _generators_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The generators from which a loader draws, by the names that lead there."""
-    return dict(_each_generator_of(loader))
-
-
-def _each_generator_of(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    found = {}
     parts: Mapping[str, Any] = {name: getattr(loader, name, None) for name in ("generator", "dataset", "collate_fn")}
     for place in reached(parts):
         if identity_of(place.value):
-            yield ".".join(place.path), place.value
+            found[".".join(place.path)] = place.value
     for name in ("sampler", "batch_sampler"):
         sampler = getattr(loader, name, None)
         for path, generator in SamplerParts(sampler, loader.dataset).generators.items():
             if identity_of(generator):
-                yield ".".join(map(str, (name, *path))), generator
+                found[".".join(map(str, (name, *path)))] = generator
         for path, state in generators_outside(sampler, loader.dataset):
-            yield ".".join(map(str, (name, *path))), state.generator
+            found[".".join(map(str, (name, *path)))] = state.generator
+    return found
 
 
 def held_loader(iterable: Any) -> str:
@@ -272,8 +258,12 @@ def told_by_iteration(holders: tuple[Any, ...]) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _names_set_by(kind: type) -> frozenset[str]:
+    return frozenset[str]().union(*map(names_set, _codes_of_iter(kind)))
+
+
+def _codes_of_iter(kind: type) -> list[CodeType]:
     code = getattr(getattr(kind, "__iter__", None), "__code__", None)
-    return frozenset() if code is None else frozenset().union(*map(names_set, codes_in(code)))
+    return [] if code is None else [*codes_in(code)]
 
 
 def _length_of(batches: Any) -> int:
@@ -284,8 +274,7 @@ def _length_of(batches: Any) -> int:
 
 def counts_batches(kind: type) -> bool:
     """Whether code of ``__iter__`` counts in variables of its own, so that a resume at the next batch counts others."""
-    code = getattr(getattr(kind, "__iter__", None), "__code__", None)
-    codes = [] if code is None else [*codes_in(code)]
+    codes = _codes_of_iter(kind)
     adds = any(
         step.opname == "BINARY_OP" and step.argrepr == "+=" for one in codes for step in dis.get_instructions(one)
     )

@@ -61,15 +61,6 @@ class Watch:
             by name, the epoch and the number of batches of it that had been given.
     """
 
-    asks_length: bool
-    changes: bool
-    differs: bool
-    is_known: bool
-    num_given: int
-    num_read: int
-    reads_by_hand: bool
-    reads_in_thread: bool
-
     def __init__(self) -> None:
         self.differs = self.is_known = self.changes = self.reads_in_thread = False
         self.reads_by_hand = self.asks_length = self._is_rest = self._has_warned = False
@@ -105,16 +96,12 @@ class Watch:
         users: Any = None,
         is_within: bool = False,
     ) -> None:
-        """A pass begins, over a loader or an object that holds it, and the loader.
+        """A pass begins.
 
-        Args:
-            epoch: The epoch.
-            holders: What is iterated, and the loader in it.
-            is_rest: Whether DataLoader reads the rest of the epoch alone.
-            seed: Seeds what other loaders draw that it reads beside; None to leave their generators alone.
-            share: Hands on to what is iterated what hooks have set on the user's object.
-            users: The user's object, if it is another than what is iterated.
-            is_within: Whether a resume goes on within the epoch.
+        ``holders`` is what is iterated, and the loader in it; ``users`` the user's object, if that is another. ``seed``
+        seeds what other loaders draw that it reads beside; None leaves them alone. ``share`` hands on what hooks have
+        set on the user's object. DataLoader reads the rest of the epoch alone if ``is_rest``; a resume goes on within
+        the epoch if ``is_within``.
         """
         self.num_read = self.num_given = 0
         self._is_rest = is_rest
@@ -246,9 +233,7 @@ class Watch:
     def set_at(self, epoch: int, num_given: int) -> dict[str, Any]:
         """What a state has of attributes that something else has set; empty if there are none.
 
-        Args:
-            epoch: Its epoch.
-            num_given: Batches of the epoch that were trained on: one that was given since was read before the latest.
+        ``num_given`` batches of the epoch were trained on: one that was given since was read before the latest.
         """
         if self._expected:
             return self._expected
@@ -345,17 +330,9 @@ def _next_counted(reference: Any, watch: Watch) -> Any:
 class OwnPlan:
     """A plan of DataLoader's batches, in steps of the batches that the loader gives.
 
-    Args:
-        plan: The plan of DataLoader's batches.
-        num_steps: Batches that the loader says it gives of them.
-        skipped: Batches that it gives first and that the model has been trained on before.
-        watch: Tells whether it gives one for each of DataLoader's.
-        given_on: What the batches depend on beside the configuration.
-        whole: Plans the whole epoch of DataLoader's batches.
+    ``skipped`` are batches that it gives first and that the model has been trained on before; ``given_on`` is what
+    batches depend on beside the configuration.
     """
-
-    plan: EpochPlan
-    skipped: int
 
     def __init__(
         self,

@@ -89,9 +89,18 @@ class PackedDataset(Dataset[PackedSequence]):
             )
         self.dataset, self.packing = dataset, packing
         self.lengths: LengthArray = lengths_of(dataset, lengths, cache_file=cache_file, num_workers=measure_workers)
-        _refuse_empty(self.lengths)
+        for start, chunk in chunks(self.lengths):
+            if not int(chunk.min()):
+                raise ConfigurationError(
+                    f"Document {start + int(chunk.argmin())} has no tokens, as lengths say. Leave documents without "
+                    "any out of the dataset."
+                )
         self._seed = as_int("seed", seed) if shuffle else None
-        self._plan: PackingPlan = _plan_of(self.lengths, packing, self._seed)
+        self._plan: PackingPlan = (
+            WholePlan(self.lengths, packing, self._seed)
+            if packing.is_whole
+            else SplitPlan(self.lengths, packing.sequence_length, packing.num_separators, self._seed)
+        )
         self._epoch, self._digest = 0, digest(self.lengths)
         self._named: set[str] = set()
         # Of whole epochs.
@@ -258,18 +267,3 @@ def collate_flat(sequences: Sequence[PackedSequence]) -> dict[str, Any]:
                 column[starts] = IGNORED_LABEL
             flat[name] = torch.from_numpy(column[is_real])
     return {**flat, "cu_seqlens": torch.from_numpy(bounds), "max_seqlen": int(np.diff(bounds).max())}
-
-
-def _plan_of(lengths: LengthArray, packing: Packing, seed: int | None) -> PackingPlan:
-    if packing.is_whole:
-        return WholePlan(lengths, packing, seed)
-    return SplitPlan(lengths, packing.sequence_length, packing.num_separators, seed)
-
-
-def _refuse_empty(lengths: LengthArray) -> None:
-    for start, chunk in chunks(lengths):
-        if not int(chunk.min()):
-            raise ConfigurationError(
-                f"Document {start + int(chunk.argmin())} has no tokens, as lengths say. Leave documents without any "
-                "out of the dataset."
-            )

@@ -44,7 +44,8 @@ from lightning_stateful.streams.stream import as_stream
 from lightning_stateful.user_loaders import class_of_patched, is_torchdatas, iterates_as_torch, without_repeats
 from lightning_stateful.user_samplers.ddp_wrapper import DDPSamplerWrapper
 from lightning_stateful.user_samplers.sampler_dealing import draws_of, generators_of
-from lightning_stateful.user_samplers.wrapped_sampler import Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import Tail
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 # A patched DataLoader, over a map-style dataset or a stream.
 AnyLoader = StatefulLoader | StreamLoader
@@ -100,7 +101,9 @@ def build_patched(
         if holder is not None and num_replicas != 1 and not deals_itself(loader):
             # Lightning deals nothing out of what is no DataLoader.
             own_rank = rank
-        draws_apart = drawn_as not in (None, path) and not _draws_alike_at_samples(loader)
+        # Torch's workers draw alike at samples too, where the generators of their loaders are of one state.
+        is_apart = drawn_as not in (None, path)
+        draws_apart = is_apart and not (loader.num_workers and loader.generator is not None)
         samples_path = path if draws_apart or drawn_as is None else drawn_as
         if drawn_as is not None and not (draws_apart and isinstance(loader.dataset, IterableDataset)):
             path = drawn_as
@@ -152,11 +155,7 @@ def build_patched(
 
 
 def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
-    """The loader behind a proxy or in an object that holds it; that object, with the name of the attribute, or None.
-
-    Raises:
-        UnsupportedLoaderError: It keeps an iterator of torch's for itself.
-    """
+    """The loader behind a proxy or in an object that holds it; that object, with the name of the attribute, or None."""
     # A trainer was given a proxy in place of one of its loaders.
     loader = without_repeats(loader.stateful_loader if is_proxy(loader) else loader)
     if exact or not (held := held_loader(loader)) or isinstance(getattr(loader, held).dataset, IterableDataset):
@@ -165,12 +164,7 @@ def _unwrapped(loader: Any, exact: bool) -> tuple[Any, tuple[Any, str] | None]:
 
 
 def _without_index(loader: Any, options: StreamOptions, own_rank: int | None, where: str) -> StreamLoader | None:
-    """The loader over a stream, or over an iterable of batches; None where the data have an index.
-
-    Raises:
-        UnsupportedLoaderError: The loader may give other batches than it reads, or cannot be patched at all.
-        ConfigurationError: Each rank has a stream of its own, which cannot be resumed in its shards.
-    """
+    """The loader over a stream, or over an iterable of batches; None where the data have an index."""
     how: dict[str, Any] = {"path": options.path, "num_replicas": options.num_replicas, "rank": options.rank}
     if not options.exact and not isinstance(loader, DataLoader) and is_iterable(loader):
         # What it gives are batches of its own making, on each rank, and no rank's are dealt out.
@@ -178,7 +172,10 @@ def _without_index(loader: Any, options: StreamOptions, own_rank: int | None, wh
         return IterableLoader(of_batches(loader), replace(options, seed=None, seed_samples=True))
     if isinstance(loader, IterableLoader):
         return loader.fresh_copy(**how)
-    is_stream = _is_stream(loader, options)
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if is_stream and options.exact:
+        # In evaluation, only one whose shards can be dealt out is read as a stream.
+        is_stream = is_dealt_out(loader.dataset, detect_topology(options.num_replicas, options.rank))
     if own_rank is not None and is_stream and not options.exact:
         _refuse_shards(loader)
     elif own_rank is not None:
@@ -344,13 +341,6 @@ def is_proxy(loader: object) -> bool:
     return getattr(type(loader), "is_proxy", False) is True
 
 
-def _is_stream(loader: object, options: StreamOptions) -> bool:
-    """Whether a loader reads a stream; for evaluation, one whose shards can be dealt out."""
-    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
-        return False
-    return not options.exact or is_dealt_out(loader.dataset, detect_topology(options.num_replicas, options.rank))
-
-
 def _reason_against(loader: object, is_stream: bool = False) -> str:
     """The reason why a loader cannot be patched; empty if it can."""
     if not isinstance(loader, DataLoader):
@@ -406,12 +396,7 @@ def map_style(loaders: Mapping[str, AnyLoader]) -> dict[str, StatefulLoader]:
 
 
 def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) -> dict[str, str]:
-    """By path, the difference of an order from torch's on several ranks, in words; empty where there is none.
-
-    Args:
-        given: The loaders as the user made them.
-        loaders: The loaders that were built of them.
-    """
+    """By path, the difference of an order from torch's on several ranks, in words; empty where there is none."""
     notes = dict.fromkeys(loaders, "")
     # By their length: the path of the first of the loaders that DistributedSampler would shuffle alike.
     alike: dict[int, tuple[str, str]] = {}
@@ -435,18 +420,10 @@ def dealt_otherwise(given: Mapping[str, Any], loaders: Mapping[str, AnyLoader]) 
     return notes
 
 
-def _draws_alike_at_samples(loader: Any) -> bool:
-    """Whether loaders with generators of one state draw alike at their samples too, as torch's workers do."""
-    return bool(loader.num_workers and loader.generator is not None)
-
-
 def drawn_as(loaders: Mapping[str, Any]) -> dict[str, str | None]:
     """By path, the path of the first of some loaders that draws the same order in torch; None for a loader's own.
 
     These are loaders whose generators are of one state, and not one generator, from which they draw in turn.
-
-    Args:
-        loaders: The loaders as the user made them.
     """
     found: dict[str, str | None] = dict.fromkeys(loaders)
     first: dict[str, str] = {}

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, get_worker_info
 from torch.utils.data._utils.worker import _generate_state
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stateful.contents.read_watch import ReadWatch
-from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress
+from lightning_stateful.core.order import UNKNOWN, BatchOrder, EpochPlan, Progress, SampleCountingPlan
 from lightning_stateful.core.samples import SampleBatchOrder
 from lightning_stateful.core.seeding import derive_seed, mixed_seed
 from lightning_stateful.errors import StateError, StatefulWarning
@@ -28,6 +28,7 @@ from lightning_stateful.generators.held_generators import HeldGenerators
 from lightning_stateful.generators.rng import seed_randomness
 from lightning_stateful.loaders.own_iteration import OwnPlan, Watch
 from lightning_stateful.samplers.state_codec import to_plain
+from lightning_stateful.samplers.tracker import Tracker
 from lightning_stateful.user_samplers.sampler_memory import ASIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
@@ -135,13 +136,7 @@ def read_batch(dataset: Any, indices: Any) -> Any:
 
 
 class ChosenBatch(NamedTuple):
-    """A plan of a single batch, of which is known what it was.
-
-    Attributes:
-        epoch: Its epoch.
-        number: Its number, by which it is seeded.
-        indices: Its indices.
-    """
+    """A plan of a single batch, of which is known what it was; by its number it is seeded."""
 
     epoch: int
     number: int
@@ -153,11 +148,7 @@ class ChosenBatch(NamedTuple):
 
 
 def known_steps(plan: EpochPlan | None) -> int:
-    """The number of steps of a plan; None for one of a sampler that does not say it.
-
-    Raises:
-        TypeError: Its end is not known yet.
-    """
+    """The number of steps of a plan; None for one of a sampler that does not say it."""
     if plan is None or plan.num_steps >= UNKNOWN:
         raise TypeError("The sampler has no len(), so its loader has none.")
     return plan.num_steps
@@ -178,10 +169,7 @@ def steps_before(order: BatchOrder, plan: EpochPlan, num_replicas: int) -> int:
 class OwnPasses:
     """Plans the passes that a user's ``__iter__`` begins within an epoch: over batches, or over a sampler by hand.
 
-    Args:
-        order: The loader's order.
-        num_replicas: Tells the number of ranks.
-        watch: Is told that the loader does not hand on one pass of DataLoader's; None in evaluation.
+    ``watch`` is told that the loader does not hand on one pass of DataLoader's; it is None in evaluation.
     """
 
     def __init__(self, order: BatchOrder, num_replicas: Callable[[], int], watch: Watch | None) -> None:
@@ -195,12 +183,7 @@ class OwnPasses:
         return self._singly is not None
 
     def again(self, plan: EpochPlan, number: int) -> EpochPlan:
-        """Plan a further pass in an epoch: as torch's, in an order of its own; a sampler of the user's goes on.
-
-        Args:
-            plan: The plan of the epoch.
-            number: Passes that were begun in the epoch before.
-        """
+        """Plan a pass after others in an epoch: as torch's, in an order of its own; a user's sampler goes on."""
         if self._watch is not None:
             self._watch.note_other()
         return self._plan(self._order, plan, number)
@@ -377,12 +360,6 @@ class ShownSampler:
     """Stands for a loader's sampler where the user's ``__iter__`` looks at it, and yields the indices of this epoch.
 
     Everything else is the user's own sampler's.
-
-    Args:
-        sampler: The user's sampler or batch sampler.
-        read: Begins a pass.
-        length: Counts what a pass yields.
-        parts: Attributes that are shown in place of the sampler's.
     """
 
     def __init__(
@@ -434,3 +411,73 @@ def plain_indices(indices: Any) -> list[Any] | None:
         plain = to_plain(indices)
         return [plain, is_listed] if len(repr(plain)) <= _MOST_CHARACTERS else None
     return None
+
+
+class ServedIndices(DistributedSampler[Any]):
+    """The loader's ``sampler`` or ``batch_sampler``: what this rank is served in the current pass, from its beginning.
+
+    It is a DistributedSampler by type, so that Lightning and Fabric see that the ranks are taken care of. The epoch
+    that they set here only counts their ``iter()`` calls, and is ignored. Everything else is the user's own sampler's.
+
+    Where the user's sampler ``is_iterated``, what is set on that comes into force. ``flat`` are the indices of batches
+    one by one.
+    """
+
+    def __init__(self, tracker: Tracker, users: Any, *, flat: bool = False, is_iterated: bool = True) -> None:
+        vars(self).update(_tracker=tracker, _users=users, _flat=flat, _is_iterated=is_iterated)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = (batch for _, batch in self._tracker.current_plan().batches(self._tracker.topology.rank))
+        return chain.from_iterable(batches) if self._flat else batches
+
+    def __len__(self) -> int:
+        plan = self._tracker.plan_epoch(self._tracker.latest_epoch)
+        if not self._flat:
+            return known_steps(plan)
+        if not isinstance(plan, SampleCountingPlan):
+            raise TypeError("The samples of whole batches are counted only when they are served.")
+        return plan.num_samples(self._tracker.topology.rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the loader's own :meth:`StatefulLoader.set_epoch` decides."""
+
+    def __getattr__(self, name: str) -> Any:
+        users = vars(self).get("_users")
+        if users is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(users, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        users = self._users
+        if users is not None and not self._is_iterated:
+            _warn_of(f"{name} of {type(users).__qualname__}")
+        if users is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(users, name, value)
+
+
+class CutArguments:
+    """The arguments of a loader's ``BatchSampler`` of torch's, which are read once; warns where one is set later."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches, self._known = batches, self._present(batches)
+
+    @staticmethod
+    def _present(batches: Any) -> dict[str, Any]:
+        return dict(vars(batches)) if type(batches) is BatchSampler else {}
+
+    def compare(self) -> None:
+        """Warn of what was set since."""
+        known, self._known = self._known, self._present(self._batches)
+        if changed := [name for name, value in self._known.items() if known.get(name) is not value]:
+            _warn_of(f"{', '.join(changed)} of BatchSampler")
+
+
+def _warn_of(what: str) -> None:
+    warnings.warn(
+        f"{what} was set on a patched loader, which has read it before, so it has no effect. Make a new loader with "
+        "the new value, or give it a sampler or batch sampler class of your own, which is iterated.",
+        StatefulWarning,
+        stacklevel=3,
+    )

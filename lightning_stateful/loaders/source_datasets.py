@@ -44,9 +44,7 @@ class PackedSources(ConcatDataset[Any]):
 
     Only those of a :class:`PackedDataset` have passes after 0. The sequences of one are read together.
 
-    Args:
-        datasets: The datasets.
-        is_told: Whether samples tell their source, for a :class:`SourceCollate`.
+    Samples tell their source, for a :class:`SourceCollate`, where ``is_told``.
     """
 
     def __init__(self, datasets: Iterable[Any], *, is_told: bool = False) -> None:
@@ -155,11 +153,7 @@ def concatenated(
 ) -> tuple[ConcatDataset[Any], Any]:
     """The datasets one after the other, and a collate function that knows them apart where that matters.
 
-    Args:
-        datasets: The datasets by name.
-        collate_fn: As in :class:`SourceCollate`.
-        tag: As in :class:`SourceCollate`.
-        mixes: As in :class:`SourceCollate`.
+    Other arguments are those of :class:`SourceCollate`.
     """
     is_told = tag is not None or isinstance(collate_fn, (Mapping, Sequence))
     collate = SourceCollate(tuple(datasets), collate_fn, tag=tag, mixes=mixes) if is_told else collate_fn
@@ -169,15 +163,7 @@ def concatenated(
 
 
 def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Add a description of each source's data to an order's configuration.
-
-    Args:
-        dataset: A ``ConcatDataset`` of the sources, or any dataset of as many samples.
-        config: The order's configuration; its ``sources`` are lengths by name.
-
-    Raises:
-        ConfigurationError: The dataset's lengths are not those of the sources; with the source's name.
-    """
+    """Add a description of each source's data to an order's configuration."""
     lengths = config["sources"]
     if len(dataset) != sum(lengths.values()):
         raise ConfigurationError(
@@ -213,15 +199,7 @@ def describe_sources(dataset: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_packed(report: dict[str, Any], dataset: Any, order: Any, plan: Any, steps: int) -> dict[str, Any]:
-    """A report with counts of packed documents: what :meth:`PackedDataset.counts` tells, of each source.
-
-    Args:
-        report: What the plan has reported.
-        dataset: The loader's dataset; the report of one that is not packed stays as it is.
-        order: The loader's order.
-        plan: A plan of this order.
-        steps: Steps of the plan that were taken.
-    """
+    """A report with counts of packed documents: what :meth:`PackedDataset.counts` tells, of each source."""
     if isinstance(dataset, PackedDataset) and isinstance(getattr(order, "samples", None), SequenceOrder):
         cycle, rest = divmod(report["samples"] + report.get("skipped", 0), len(dataset))
         samples: SequenceOrder = order.samples
@@ -250,10 +228,7 @@ def described_with_content(dataset: Any) -> dict[str, Any]:
 def changed_content(dataset: Any, config: Mapping[str, Any], known: dict[str, Any]) -> dict[str, str]:
     """Digests of a dataset's attributes, and a subset's indices, that are no longer those of a configuration, by name.
 
-    Args:
-        dataset: The dataset.
-        config: The configuration.
-        known: Keeps the latest answer, for as long as some items of each list are the same.
+    ``known`` keeps the latest answer, for as long as some items of each list are the same.
     """
     described = config.get("dataset")
     before = described.get("content") if isinstance(described, Mapping) else None

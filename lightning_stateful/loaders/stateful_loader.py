@@ -16,7 +16,7 @@ from lightning_stateful.core.seeding import loader_seed
 from lightning_stateful.core.skip import Skip
 from lightning_stateful.errors import ConfigurationError, RankMismatchError, UnsupportedLoaderError
 from lightning_stateful.generators.rng import seed_or_default
-from lightning_stateful.loaders.batch_reader import BatchReader, FailedBatch, options_of
+from lightning_stateful.loaders.batch_reader import BatchReader, given, options_of
 from lightning_stateful.loaders.description import (
     LoaderDescription,
     LoaderSettings,
@@ -30,8 +30,14 @@ from lightning_stateful.loaders.description import (
     warn_unless_restored,
 )
 from lightning_stateful.loaders.own_iteration import OwnTracker, Watch
-from lightning_stateful.loaders.planned_batches import ChosenBatch, OwnPasses, known_steps, steps_before
-from lightning_stateful.loaders.served_indices import CutArguments, ServedIndices
+from lightning_stateful.loaders.planned_batches import (
+    ChosenBatch,
+    CutArguments,
+    OwnPasses,
+    ServedIndices,
+    known_steps,
+    steps_before,
+)
 from lightning_stateful.loaders.source_datasets import with_packed
 from lightning_stateful.samplers.batch_samplers import StatefulBatchSampler
 from lightning_stateful.samplers.rank_exchange import exchanged
@@ -165,13 +171,8 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     ) -> None:
         """Construct the loader from another one, with its dataset, options and attributes.
 
-        Args:
-            loader: A DataLoader over a map-style dataset; a copy of it reads the batches.
-            description: Its order.
-            settings: How that is served.
-            holder: An object that holds the loader and is iterated in its place, and the name of the attribute.
-            is_read: Whether the user's own object would be read without this package, so that what is set on it later
-                comes into force.
+        A copy of it reads the batches; a ``holder``, with the name of the attribute, is iterated in its place. The
+        user's own object ``is_read`` without this package, if what is set on it later is to come into force.
         """
         # Not torch's constructor: the loader has been constructed. Nor is anything the original's yet.
         vars(self).update(options_of(loader), dataset=loader.dataset, generator=loader.generator)
@@ -249,16 +250,6 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     def is_plain(self) -> bool:
         """See :class:`TrackedLoader`."""
         return self.description.is_plain
-
-    @property
-    def is_computed(self) -> bool:
-        """See :class:`TrackedLoader`."""
-        return self.description.is_plain or self.description.is_planned
-
-    @property
-    def may_change_length(self) -> bool:
-        """See :class:`TrackedLoader`."""
-        return isinstance(self.order, WrappedSampler)
 
     @property
     def resume_note(self) -> str:
@@ -345,12 +336,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
     ) -> Iterator[Any]:
         """Read the batches from a step of a plan to its end, without moving the loader.
 
-        Args:
-            plan: A plan of this loader.
-            first_step: The first step to read.
-            isolated: Restore the process's random generators after a batch that is read in this process. False if the
-                caller seeds them then anyway.
-            looks_ahead: As in :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
+        See :meth:`~lightning_stateful.loaders.batch_reader.BatchReader.read`.
         """
         refuse_other_length(self.order, self._length, self.dataset)
         if first_step >= plan.num_steps:
@@ -402,11 +388,7 @@ class StatefulLoader(TrackedLoader, Pickled, DataLoader[Any]):
         return self._reader_with(options_of(self)).length(plan)
 
     def compare_ranks(self) -> None:
-        """Make sure, once, that all processes of the group deal out the same data.
-
-        Raises:
-            RankMismatchError: They do not.
-        """
+        """Make sure, once, that all processes of the group deal out the same data."""
         if self._is_compared or self.tracker.num_replicas is not None:
             return
         self._is_compared = True
@@ -495,6 +477,4 @@ class _LoaderIterator:
             self._batches = self._tracker.iterate(self._read, resumes=True)
             raise
         self._may_be_over = False
-        if isinstance(batch, FailedBatch):
-            raise batch.error
-        return batch
+        return given(batch)

@@ -357,7 +357,7 @@ def _left_late(loader: AnyLoader) -> str:
 
 def computed_note(loader: AnyLoader) -> str:
     """A sentence on an order that is computed from its progress; empty for one that is read or iterated again."""
-    if not loader.is_computed:
+    if not loader.is_map_style or isinstance(loader.order, WrappedSampler):
         return ""
     words = order_in_words(loader.order.kind, loader.tracker.config)
     if loader.resume_note:

@@ -204,11 +204,7 @@ class MixtureBatchSampler(StatefulBatchSampler):
 def sources_of(
     lengths: Lengths, batch_size: int | Mapping[str, int] | Sequence[int], by_pass: Collection[str] = ()
 ) -> Sources:
-    """Names, lengths and batch sizes of datasets or of their lengths; ``by_pass`` as in :class:`Sources`.
-
-    Raises:
-        ConfigurationError: A dataset is empty, or has no batch size or no legal one; with its name.
-    """
+    """Names, lengths and batch sizes of datasets or of their lengths; ``by_pass`` as in :class:`Sources`."""
     refuse_splits(lengths)
     if isinstance(lengths, ConcatDataset):
         lengths = list(lengths.datasets)
@@ -234,13 +230,6 @@ def refuse_splits(data: Any, *, trains: bool = True) -> None:
 
     A mapping counts as splits if a training split and one for evaluation are among its keys; a ``DatasetDict`` if any
     of its keys is a split's name. For evaluation, only a ``DatasetDict`` with a training split does.
-
-    Args:
-        data: What was passed; anything that is no mapping is left alone.
-        trains: Whether it was passed to be trained on.
-
-    Raises:
-        ConfigurationError: With the remedy.
     """
     if not isinstance(data, Mapping):
         return

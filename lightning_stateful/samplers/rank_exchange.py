@@ -29,20 +29,12 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
 
     It is no collective of the group: a process that never comes cannot upset those that others are in.
 
-    Args:
-        name: What the value is about, the same on all processes.
-        value: Plain JSON data.
-        timeout: Seconds to wait for the others.
-
     Raises:
         RankMismatchError: Some process has failed, or has not come in time.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    world, store = detect_topology(), _store()
+    if store is None or world.num_replicas == 1:
         return None
-    world = detect_topology()
-    if world.num_replicas == 1:
-        return None
-    store = torch.distributed.distributed_c10d._get_default_store()
     key = f"lightning_stateful/{_BLOCKS[0]}/{name} {_COUNTED[name]}"
     _COUNTED[name] += 1
     store.set(f"{key}/{world.rank}", json.dumps(value))
@@ -64,15 +56,18 @@ def exchanged(name: str, value: Any, *, timeout: float = 300.0) -> list[Any] | N
     return [json.loads(value) for value in store.multi_get(keys)]
 
 
+def _store() -> Any:
+    """The key-value store of the process group; None without one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def kinds_drawn_apart(name: str, generators: Collection[Any]) -> frozenset[str]:
     """The kinds of generators from which code draws other numbers on each rank, as they stand before training.
 
     They do so where they are seeded by rank, or by nobody. All processes are to ask together. Those of the process are
     compared once in a fit, as training seeds them by rank.
-
-    Args:
-        name: What draws, the same on all processes.
-        generators: The generators that it holds.
 
     Returns:
         ``"held"`` for these, and some of :data:`~lightning_stateful.generators.rng.KINDS`; none without others.
@@ -118,16 +113,14 @@ _NUM_SEEDED = [0]
 
 def post(name: str, value: Any) -> None:
     """Let other processes see a value of this one, in place of the one before, without waiting for anybody."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        store = torch.distributed.distributed_c10d._get_default_store()
+    if (store := _store()) is not None:
         store.set(f"lightning_stateful/posted/{name}/{detect_topology().rank}", json.dumps(value))
 
 
 def posted(name: str) -> list[Any]:
     """The latest values of all processes, by global rank; None for one that has posted none."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if (store := _store()) is None:
         return []
-    store = torch.distributed.distributed_c10d._get_default_store()
     keys = [f"lightning_stateful/posted/{name}/{rank}" for rank in range(detect_topology().num_replicas)]
     # Two requests for all of them once all have posted, and nobody deletes what was posted.
     there = keys if store.check(keys) else [key for key in keys if store.check([key])]
@@ -162,7 +155,7 @@ def _failure_key() -> str:
 
 def collectives_begun() -> list[int]:
     """How many collectives this process has begun in each group of torch.distributed."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if _store() is None:
         return []
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     # Some backends do not count them.

@@ -6,8 +6,8 @@ after a resume on other ranks or with another batch size it is still the same sa
 
 from __future__ import annotations
 
-import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from lightning_stateful.core.order import UNKNOWN, Progress
 from lightning_stateful.core.samples import SampleEpochPlan
 from lightning_stateful.core.skip import BatchRange, Gaps, Skip, name_of_function, plan_without, unit_of
 from lightning_stateful.errors import StatefulWarning
+from lightning_stateful.samplers.fingerprint import hex_digest
 from lightning_stateful.shapes import COUNT, refuse_unless
 
 # Passes whose gaps are kept, by their epoch and cycle: finding them may need a look at every sample.
@@ -22,14 +23,10 @@ _KEPT = 4
 
 
 class Placed(NamedTuple):
-    """A range of batches, and where it lies.
+    """A range of batches of an epoch, and where it lies.
 
-    Attributes:
-        epoch: The epoch.
-        first: The first batch, as it was given.
-        stop: The batch behind the last.
-        begin: Where it begins, in the unit of ``Progress.consumed``.
-        end: Where it ends.
+    It goes from batch ``first`` up to ``stop``, as they were given, and lies from ``begin`` to ``end`` in the unit of
+    ``Progress.consumed``.
     """
 
     epoch: int
@@ -56,11 +53,7 @@ class Placed(NamedTuple):
 
 
 class Skipping:
-    """Takes steps and samples out of plans, as ``skip=`` and the states that were loaded say.
-
-    Args:
-        skip: What to leave out.
-    """
+    """Takes steps and samples out of plans, as ``skip=`` and the states that were loaded say."""
 
     def __init__(self, skip: Skip) -> None:
         self.skip = skip
@@ -82,14 +75,7 @@ class Skipping:
         vars(self).update({name: value for name, value in vars(other).items() if name not in ("skip", "_gaps")})
 
     def applied(self, plan: Any, epoch: int, progress: Progress | None, num_replicas: int) -> Any:
-        """A plan without what is left out of it; itself where that is nothing.
-
-        Args:
-            plan: A plan of an epoch, or of the rest of it.
-            epoch: The epoch.
-            progress: Where it begins; None for a whole epoch.
-            num_replicas: Number of ranks.
-        """
+        """A plan of an epoch, or of its rest from a progress in it, without what is left out."""
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         unit = unit_of(plan)
         if (unit, num_replicas) != (self._unit, self._ranks):
@@ -188,10 +174,10 @@ class Skipping:
     @property
     def longest(self) -> int:
         """Batches of an epoch that are left out one after the other, at most."""
-        return max((sum(one.stop - one.first for one in self._saved.values()), *map(self._num_of, self.skip.ranges)))
-
-    def _num_of(self, given: BatchRange) -> int:
-        return sum(stop - first for epoch, first, stop in self.skip.ranges if epoch == given[0])
+        by_epoch = Counter[int]()
+        for epoch, first, stop in self.skip.ranges:
+            by_epoch[epoch] += stop - first
+        return max(sum(one.stop - one.first for one in self._saved.values()), *by_epoch.values(), 0)
 
     def _is_ahead(self, placed: Placed) -> bool:
         epoch = self._begun.epoch
@@ -237,11 +223,7 @@ class Skipping:
 
 
 def check_saved(saved: Any, progress: Progress) -> None:
-    """Refuse what a state says of what was left out, if that cannot be.
-
-    Raises:
-        DamagedStateError: With the path of the very part.
-    """
+    """Refuse what a state says of what was left out, if that cannot be."""
     for number, one in enumerate(saved["ranges"]):
         _, first, stop, begin, end = one
         refuse_unless(
@@ -256,8 +238,7 @@ def _samples_of(skip: Skip) -> dict[str, Any]:
     """A description of the samples that are left out by their index, to be compared; empty for none."""
     found: dict[str, Any] = {}
     if skip.indices is not None:
-        digest = hashlib.blake2b(skip.indices.astype("<i8").tobytes(), digest_size=8).hexdigest()
-        found |= {"count": int(skip.indices.size), "digest": digest}
+        found |= {"count": int(skip.indices.size), "digest": hex_digest(skip.indices.astype("<i8").tobytes())}
     if skip.function is not None:
         found["function"] = name_of_function(skip.function)
     return found

@@ -29,11 +29,6 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
     Tuples, sets, deques, bytes, arrays, tensors, infinite numbers and dicts with other keys than strings are spelled
     out in a way that :func:`from_plain` undoes.
 
-    Args:
-        value: The state.
-        path: What errors call it.
-        owner: What it is the state of.
-
     Raises:
         StateError: Something in it is none of these.
     """
@@ -80,11 +75,7 @@ def to_plain(value: Any, path: str = "state_dict()", owner: str = "sampler") -> 
 
 
 def from_plain(value: Any) -> Any:
-    """The value that :func:`to_plain` was given.
-
-    Raises:
-        DamagedStateError: It is nothing that :func:`to_plain` makes.
-    """
+    """The value that :func:`to_plain` was given."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, Mapping):

@@ -17,12 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def say_begun_behind_end(kind: str, epoch: int) -> None:
-    """Log that a pass begins an epoch, where a state was to lead into the one before, of which nothing was left.
-
-    Args:
-        kind: What says no length.
-        epoch: The epoch that begins.
-    """
+    """Log that a pass begins an epoch, where a state was to lead into the one before, of which nothing was left."""
     _log.warning(
         "The state was taken behind the last batch of epoch %d, which a %s without length shows only now. This pass is "
         "epoch %d: a loop that counts its passes by itself has one less left.",
@@ -55,11 +50,7 @@ class TrackedLoader(Tracked):
             users.epoch = epoch
 
     def leave_out(self, skip: Any) -> None:
-        """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them.
-
-        Raises:
-            ConfigurationError: It is no such argument, or cannot be honoured here.
-        """
+        """Leave out batches and samples, as the argument ``skip`` of :class:`StatefulLoader` names them."""
         if (found := as_skip(skip)) is not None:
             if reason := self._reason_against_skip(found):
                 raise ConfigurationError(f"skip cannot be honoured here: {reason}")
@@ -72,16 +63,6 @@ class TrackedLoader(Tracked):
     @property
     def is_plain(self) -> bool:
         """Whether samples come in an order of torch's own samplers, or in one of this package's."""
-        return False
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the order is computed from the epoch and the step alone."""
-        return False
-
-    @property
-    def may_change_length(self) -> bool:
-        """Whether the length of an epoch may still change before it begins, as that of a user's sampler."""
         return False
 
     @property
@@ -126,10 +107,8 @@ class TrackedLoader(Tracked):
     def plan_aside(self, epoch: int, *, of_copy: bool) -> tuple[EpochPlan, int] | None:
         """Plan another pass within an epoch, and its first step; None for one that counts as the epoch's own.
 
-        Args:
-            epoch: The epoch.
-            of_copy: Leave the position, and a user's sampler, as they are. Else only passes over a user's sampler are
-                planned so.
+        One ``of_copy`` leaves the position, and a user's sampler, as they are. Else only passes over a user's sampler
+        are planned so.
         """
         return None
 

@@ -164,13 +164,7 @@ class Tracker:
             self.skipping.take_over(before.skipping)
 
     def load_skip(self, state: Mapping[str, Any], progress: Progress, *, where: str) -> None:
-        """Leave out from a progress on what is to be left out, and before it what a state says; see :class:`Skipping`.
-
-        Args:
-            state: A checked state.
-            progress: The progress that was read from it.
-            where: A name for the state, with which warnings begin.
-        """
+        """Leave out from a progress on what is to be left out, and before it what a checked state says."""
         saved = state.get("skip")
         if saved is None and self.skipping is None:
             return
@@ -335,10 +329,6 @@ class Tracker:
     def load_state_dict(self, state_dict: Mapping[str, Any], *, where: str) -> None:
         """Move to the progress in ``state_dict``, which may be from another number of ranks.
 
-        Args:
-            state_dict: A state from :meth:`state_dict`.
-            where: A name for the state, with which errors begin.
-
         Raises:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
         """
@@ -351,10 +341,6 @@ class Tracker:
 
     def progress_in(self, state: Mapping[str, Any], *, where: str) -> Progress:
         """Read the progress from a checked state whose differences from this configuration have been accepted.
-
-        Args:
-            state: A state that :func:`lightning_stateful.state.check` has passed.
-            where: A name for the state, with which errors begin.
 
         Raises:
             StateMismatchError: The state counts in another unit than this order, or the run cannot go on from there

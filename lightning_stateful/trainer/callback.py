@@ -53,7 +53,7 @@ from lightning_stateful.trainer.run_seeds import end_seeding, seed_stage, seed_v
 from lightning_stateful.trainer.token_limit import TokenLimit
 from lightning_stateful.trainer.train_loaders import Settings, TrainLoaders, refuse_other_loaders
 from lightning_stateful.trainer.validation_data import ValidationData
-from lightning_stateful.user_samplers.wrapped_sampler import Tail
+from lightning_stateful.user_samplers.user_sampler import Tail
 
 
 class StatefulDataCallback(pl.Callback):

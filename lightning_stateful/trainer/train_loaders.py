@@ -47,7 +47,7 @@ from lightning_stateful.trainer.loader_proxy import (
     request_training_loaders,
 )
 from lightning_stateful.trainer.token_limit import checked_limit
-from lightning_stateful.user_samplers.wrapped_sampler import TAILS, Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import TAILS, Tail, UserSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +458,7 @@ class TrainLoaders:
             early = None if self._training_began or not epoch > 0 == step else resumed
             return None if early is None else loop_progress.read_later(self._trainer, early)
         if not (step or again):
-            if isinstance(loader.order, WrappedSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
+            if isinstance(loader.order, UserSampler) and not in_hook(self._trainer, "on_train_epoch_start"):
                 # That hook looks again on a resume.
                 loader.order.memory.note_look()
             return None

@@ -14,7 +14,8 @@ from lightning_stateful.core.order import EpochPlan
 from lightning_stateful.generators.rng import seed_or_default
 from lightning_stateful.samplers.tracker import Tracked, Tracker, detect_topology
 from lightning_stateful.state import accepted_names
-from lightning_stateful.user_samplers.wrapped_sampler import Length, Tail, WrappedSampler
+from lightning_stateful.user_samplers.user_sampler import Length, Tail
+from lightning_stateful.user_samplers.wrapped_sampler import WrappedSampler
 
 
 class DDPSamplerWrapper(Tracked, DistributedSampler[Any]):
@@ -143,12 +144,9 @@ def _yields_batches(order: WrappedSampler) -> bool:
     first = order.facts.first
     if isinstance(first, (np.ndarray, torch.Tensor)):
         return first.ndim > 0
+    if isinstance(first, (str, bytes)):
+        return False
     # A tuple names a sample, of a dataset of several, say.
-    listed = isinstance(first, Sequence) and not isinstance(first, (str, bytes, tuple))
-    return listed or _knows_how_to_split(first)
-
-
-def _knows_how_to_split(batch: object) -> bool:
-    """Whether a batch is an object that can be joined with others and split, as lhotse's are."""
-    others = (str, bytes, bytearray, torch.Tensor)
-    return not isinstance(batch, others) and all(hasattr(type(batch), name) for name in ("__add__", "__len__", "split"))
+    is_listed = isinstance(first, Sequence) and not isinstance(first, tuple)
+    # Objects that can be joined with others and split are batches too, such as lhotse's.
+    return is_listed or all(hasattr(type(first), name) for name in ("__add__", "__len__", "split"))

@@ -12,8 +12,9 @@ from lightning_stateful.errors import PositionError
 from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts, surroundings_of
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, STATE_STRIDE
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 
 class PassesHere(list[list[int]]):
@@ -21,12 +22,7 @@ class PassesHere(list[list[int]]):
 
 
 class LeftIterator:
-    """The iterator of a pass that is over, which its sampler's ``finally`` waits for to be dropped.
-
-    Args:
-        iterated: The sampler.
-        iterator: The iterator.
-    """
+    """The iterator of a pass that is over, which its sampler's ``finally`` waits for to be dropped."""
 
     def __init__(self, iterated: IteratedSampler, iterator: Any) -> None:
         self._iterated, self._held = iterated, [iterator]
@@ -72,14 +68,7 @@ class CopyInStep:
     def gives(
         self, order: UserSampler, begun: Sequence[Sequence[int]], value: object, of: Callable[[Any], object]
     ) -> bool:
-        """Whether it gives a value of the sampler, too; False where that cannot be tried in a short while.
-
-        Args:
-            order: The sampler.
-            begun: Its passes.
-            value: What ``of`` gives of it.
-            of: Gives the value of a sampler.
-        """
+        """Whether ``of`` gives the same value of it as of the sampler; False where that cannot be tried quickly."""
         facts, passes = order.facts, [list(passed) for passed in begun]
         if (len(passes), value) in self._following:
             return True
@@ -121,17 +110,7 @@ def spelled_out(told: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def refuse_iterated(order: UserSampler, here: int, before: int, epoch: int) -> NoReturn:
-    """Refuse a sampler that cannot be brought to an epoch, because others passes of it were begun here.
-
-    Args:
-        order: The sampler.
-        here: The passes that were begun in this process.
-        before: Those before the epoch in the run that wrote the checkpoint.
-        epoch: The epoch.
-
-    Raises:
-        PositionError: Always.
-    """
+    """Refuse a sampler that cannot be brought to an epoch, because other passes of it were begun here."""
     if order.memory.is_shared:
         raise PositionError(
             f"{order.name} cannot be brought to epoch {epoch}: several loaders share it, and it changes while it is "
@@ -147,13 +126,7 @@ def refuse_iterated(order: UserSampler, here: int, before: int, epoch: int) -> N
 
 
 def contents_of(order: UserSampler, own: str, parts: SamplerParts) -> tuple[str, dict[str, str]]:
-    """Digests of what a sampler holds, and of what else may decide what it yields beside its earlier passes, by name.
-
-    Args:
-        order: The sampler.
-        own: The digest of what it holds.
-        parts: Its parts, as they are now.
-    """
+    """Digests of what a sampler holds, ``own``, and of what else may decide what it yields, by name."""
     if order.is_known:
         return "", {name: repr(value) for name, value in order.parameters().items()}
     facts = order.facts

@@ -1,18 +1,23 @@
-"""A user's sampler with its settings, and iterating it under randomness of its own, told of ranks and epochs."""
+"""Iterates a user's sampler under randomness of its own, told of ranks and epochs, and keeps items that it yields."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from lightning_stateful.core.seeding import derive_seed
-from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import StatefulWarning
-from lightning_stateful.generators.attributes import attributes_of
+from lightning_stateful.generators.attributes import PLAIN, attributes_of
 from lightning_stateful.generators.generator_states import GeneratorState, identity_of
 from lightning_stateful.generators.rng import (
     KINDS,
@@ -22,16 +27,11 @@ from lightning_stateful.generators.rng import (
     seed_generator,
     set_generator_state,
 )
-from lightning_stateful.sampler_copies.sampler_copy import (
-    Path,
-    SamplerCopy,
-    SamplerParts,
-    digest_of_contents,
-    held_at,
-)
-from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
+from lightning_stateful.sampler_copies.sampler_copy import Path, SamplerCopy, SamplerParts, digest_of_contents, held_at
+from lightning_stateful.sampler_copies.sampler_facts import RankDraws
 from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, told
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
+from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.state_codec import from_plain, to_plain
 
 T = TypeVar("T")
@@ -53,8 +53,6 @@ class IteratedSampler:
         tell: Tells it the epoch; None to call every ``set_epoch`` in it.
         draws: What each rank draws for itself; None for nothing.
     """
-
-    sampler: Any
 
     def __init__(
         self,
@@ -87,12 +85,8 @@ class IteratedSampler:
     ) -> Iterator[Any]:
         """Begin a pass; what is returned is to be iterated within :meth:`entered`.
 
-        Args:
-            epoch: Which epoch.
-            cycle: Which pass within the epoch.
-            drawn: How many items it had yielded when it gave a state.
-            state: What :meth:`state` returned then; None to begin with the first item.
-            before_iter: Called when the sampler has been told the epoch.
+        With a ``state`` it goes on behind the ``drawn`` items that it had yielded when :meth:`state` returned that. The
+        sampler has been told the epoch when ``before_iter`` is called.
         """
         self.tell(epoch, cycle)
         before_iter()
@@ -150,23 +144,20 @@ class IteratedSampler:
             yield self._asked.answering()
 
     def _reseed(self, *labels: int) -> None:
-        seed_randomness_of_pass(self._random, self._seed, labels, self._draws)
-        is_apart = self._draws is not None and "held" in self._draws.kinds
-        held = self._draws.seed_of(self._seed) if self._draws is not None and is_apart else self._seed
-        seed_of = partial(_seed_of_generator, held, labels)
+        draws = self._draws
+        other, kinds = (0, frozenset[str]()) if draws is None else (draws.seed_of(self._seed), draws.kinds)
+        of_other = derive_seed("sampler", other, *labels)
+        self._random.seed(derive_seed("sampler", self._seed, *labels), other=of_other, kinds=kinds & set(KINDS))
+        held = other if "held" in kinds else self._seed
+
+        def seed_of(path: Path) -> int:
+            return derive_seed("held generator", repr(path), held, *labels)
+
         for path in self._generators:
             generator = held_at(self.sampler, path)
             if identity_of(generator) not in self._outside.identities:
                 seed_generator(generator, seed_of(path))
         self._outside.seed(seed_of)
-
-
-def seed_randomness_of_pass(
-    randomness: OwnRandomness, seed: int, labels: Sequence[int], draws: RankDraws | None
-) -> None:
-    """Seed the process's generators as a pass over a sampler begins, or as it stands at an item of it."""
-    other, kinds = (0, frozenset[str]()) if draws is None else (draws.seed_of(seed), draws.kinds & set(KINDS))
-    randomness.seed(derive_seed("sampler", seed, *labels), other=derive_seed("sampler", other, *labels), kinds=kinds)
 
 
 class _Told:
@@ -189,9 +180,6 @@ class OutsideRandomness:
     """Generators that others hold too, which one piece of code runs on in states of its own.
 
     Within a ``with`` block they are where that code left them; outside of it they are where others left them.
-
-    Args:
-        generators: The generators, with the names that lead there.
     """
 
     def __init__(self, generators: Sequence[tuple[Path, GeneratorState]]) -> None:
@@ -223,143 +211,6 @@ class OutsideRandomness:
         self._put(self._others)
 
 
-def _seed_of_generator(seed: int, labels: Sequence[int], path: Path) -> int:
-    return derive_seed("held generator", repr(path), seed, *labels)
-
-
-class UserSampler(Protocol):
-    """A user's sampler with its settings, as ``WrappedSampler`` has and documents them."""
-
-    @property
-    def name(self) -> str:
-        """Its class."""
-
-    @property
-    def sampler(self) -> Any:
-        """The user's own object."""
-
-    @property
-    def dataset(self) -> Any:
-        """The loader's dataset, which copies share with it."""
-
-    @property
-    def kind(self) -> str:
-        """The name under which a state knows such a sequence."""
-
-    @property
-    def unit(self) -> str:
-        """Either "batches" or "samples"."""
-
-    @property
-    def seed(self) -> int:
-        """Chooses its randomness."""
-
-    @property
-    def accept(self) -> Collection[str]:
-        """Names of differences to let pass."""
-
-    @property
-    def memory(self) -> Any:
-        """Notes of the passes over it in this process."""
-
-    @property
-    def facts(self) -> SamplerFacts:
-        """Facts that trying a copy has shown."""
-
-    @property
-    def dealing(self) -> Dealing:
-        """The way its items come to ranks."""
-
-    @property
-    def sequence(self) -> str:
-        """Digest of the first epoch, of this rank, as it was tried."""
-
-    @property
-    def resume_mode(self) -> ResumeMode:
-        """The way in which a resume brings it to an item."""
-
-    @property
-    def innermost(self) -> Any:
-        """The sampler in torch's batch samplers."""
-
-    @property
-    def num_items(self) -> int | None:
-        """Items of the epoch that it was told last, if known."""
-
-    @property
-    def remembers(self) -> bool:
-        """Whether what it yields depends on its earlier passes."""
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether the items of a step are shuffled."""
-
-    @property
-    def whole_batches(self) -> bool:
-        """Whether its items are whole batches."""
-
-    @property
-    def cuts_samples(self) -> bool:
-        """Whether torch cuts its samples into batches."""
-
-    @property
-    def yields_containers(self) -> bool:
-        """Whether what it yields has to be copied."""
-
-    @property
-    def has_set_epoch(self) -> bool:
-        """Whether it is told the epoch."""
-
-    @property
-    def repeats_first_epoch(self) -> bool:
-        """Whether every epoch is the first one again."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is torch's own."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether epochs are cut off at a given length."""
-
-    @property
-    def is_collated(self) -> bool:
-        """Whether its items are certainly batches of indices."""
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether the user asks to have it dealt out."""
-
-    @property
-    def is_dealt_out(self) -> bool:
-        """Whether ranks share one sequence."""
-
-    @property
-    def is_trained_on(self) -> bool:
-        """Whether a run may be resumed within it."""
-
-    def iterated(self) -> IteratedSampler:
-        """The sampler itself, to be iterated."""
-
-    def iterating(self, sampler: Any, settings: Sequence[Setting] = (), asked: Any = None) -> IteratedSampler:
-        """It, or a copy of it, to be iterated."""
-
-    def length_of(self, sampler: Any) -> int | None:
-        """Items of an epoch as a copy of it says now."""
-
-    def num_items_in(self, epoch: int, cycle: int = 0) -> int | None:
-        """Items of an epoch, if known."""
-
-    def rule(self, num_replicas: int) -> StepRule:
-        """The rule by which its items are cut into steps."""
-
-    def bring_to(self, epoch: int, passes: Any) -> None:
-        """Begin the passes before an epoch that a state tells of."""
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of torch's own samplers."""
-
-
 def _tell_epoch(sampler: Any, dataset: Any, epoch: int) -> None:
     """Call ``set_epoch`` of a sampler and of those in it, from the inside out."""
     for part in SamplerParts(sampler, dataset).samplers:
@@ -374,9 +225,7 @@ class ToldEpochs:
     attributes that ``set_epoch`` sets hold something else than in a copy that is told the same epoch. Those that do not
     follow from the epoch, as where ``set_epoch`` draws random numbers, show nothing.
 
-    Args:
-        holders: The objects, at first.
-        once: Whether :meth:`tell` is to leave out some that were told before.
+    ``once`` says whether :meth:`tell` is to leave out some that were told before.
 
     Attributes:
         others: The numbers of those that somebody else has told another epoch, as of the latest call of :meth:`tell`.
@@ -390,10 +239,7 @@ class ToldEpochs:
     def tell(self, holders: Sequence[Any], epoch: int, *, once: bool = False) -> None:
         """Call ``set_epoch`` of the objects, in their order, but of those that somebody else has told another epoch.
 
-        Args:
-            holders: The objects.
-            epoch: The epoch.
-            once: Leave out those that somebody else seems to have told this one.
+        With ``once`` those are left out that somebody else seems to have told this one.
         """
         self.others = self._told_another(holders, (epoch, self._epoch))
         for place, holder in enumerate(holders):
@@ -414,13 +260,7 @@ class ToldEpochs:
         self._held = [self._held[place] if place in self.others else now for place, now in held]
 
     def warn(self, holders: Sequence[Any], *epochs: int, lives_on: bool = False) -> None:
-        """Warn, once, of objects that somebody else has told another epoch than these.
-
-        Args:
-            holders: The objects.
-            *epochs: The epochs.
-            lives_on: Whether what is read are copies in workers that live on from epoch to epoch.
-        """
+        """Warn, once, of objects that somebody else has told another epoch; copies in workers may live on."""
         if not self._has_warned and (others := self.others | self._told_another(holders, epochs)):
             self._has_warned = True
             then = (
@@ -475,9 +315,7 @@ def _is_told_another(holder: Any, before: dict[str, Any], now: dict[str, Any], e
 
 def _held_by(holder: Any) -> dict[str, Any]:
     """The attribute ``epoch`` of an object with ``set_epoch``, or digests of all its attributes."""
-    if not callable(getattr(holder, "set_epoch", None)):
-        return {}
-    if getattr(holder, "epoch", None) is not None:
+    if callable(getattr(holder, "set_epoch", None)) and getattr(holder, "epoch", None) is not None:
         return {"epoch": holder.epoch}
     return _digests_of(holder)
 
@@ -487,3 +325,64 @@ def _digests_of(holder: Any) -> dict[str, Any]:
     if not callable(getattr(holder, "set_epoch", None)):
         return {}
     return {name: digest_of_contents({name: value}) for name, value in attributes_of(holder).items()}
+
+
+# Prefetching workers and open accumulation windows are as far as training may lie behind what was drawn.
+KEPT_NOTES = 512
+# Samples before the present one of which a digest is taken when a state is asked for; of whole batches it is one.
+NUM_LATEST = 64
+
+_INTEGERS = (int, np.integer)
+# Containers that a sampler may fill again after it has yielded them; of another object nothing is known.
+_CONTAINERS = (list, tuple, dict, set, deque, UserList, UserDict, array, bytearray, np.ndarray, torch.Tensor)
+
+
+class TakenItems(deque[tuple[int, list[Any]]]):
+    """Items that were taken from a pass, each time with the index behind them; of whole batches the last."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=KEPT_NOTES)
+
+    def latest_before(self, index: int, least: int) -> list[Any] | None:
+        """First, end and digest of up to 64 items before ``index``; None where it is not between two steps."""
+        found = self._before(index, NUM_LATEST, is_one=True)
+        first = max(index - len(found), index - NUM_LATEST, least)
+        return [first, index, digest(found[first - index :])] if first < index else None
+
+    def between(self, first: int, index: int) -> list[Any]:
+        """The same of those from ``first`` on that are still known without a gap; empty if there are none."""
+        found = self._before(index, index - first) if first < index else []
+        first = max(index - len(found), first)
+        return [first, index, digest(found[first - index :])] if found else []
+
+    def _before(self, index: int, count: int, *, is_one: bool = False) -> list[Any]:
+        """At least so many items before ``index``, as far as they are known; of whole batches one if ``is_one``."""
+        found: list[Any] = []
+        for end, taken in reversed(self):
+            if end == index - len(found):
+                found = [*taken, *found]
+                if len(found) >= count or (is_one and not isinstance(taken[-1], _INTEGERS)):
+                    break
+        return found
+
+
+def snapshot(items: list[Any]) -> list[Any]:
+    """Indices; of other items the last one as it is now, though its sampler may change it later."""
+    last = items[-1]
+    kind = type(last)
+    # Batches are mostly of indices alone, which show at both ends.
+    if (kind is list or kind is tuple) and last and type(last[0]) is type(last[-1]) is int:
+        return [tuple(last)]
+    if isinstance(last, _INTEGERS):
+        return items
+    if kind not in (tuple, list):
+        return [last if kind is str else digest(last)]
+    return [tuple(last) if PLAIN.issuperset(map(type, last)) else digest(last)]
+
+
+def kept(batch: Any) -> Any:
+    """Copy a batch, so that it stays as it was yielded: a sampler may fill the very container again."""
+    # The common case at the speed of a list: batches hold things of one kind.
+    if type(batch) is list and (not batch or isinstance(batch[0], _INTEGERS)):
+        return batch.copy()
+    return copy.deepcopy(batch) if isinstance(batch, _CONTAINERS) else batch

@@ -19,10 +19,10 @@ from lightning_stateful.sampler_copies.sampler_copy import digest_of_contents
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import refuse_unless
 from lightning_stateful.state import value_at
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import sequence_now
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by, reads_training
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
@@ -35,11 +35,7 @@ _REMEDY = "set again what its len() follows from: in load_state_dict, on_load_ch
 class AwaitedLength:
     """The items of an epoch that a resume goes on in, until the sampler is asked itself.
 
-    Attributes:
-        epoch: The epoch.
-        consumed: Items of it that were used.
-        num_items: Those that it had in the run that wrote the state.
-        is_noted: Whether that run has noted them as the epoch began, so that they are certain.
+    They are certain where the run that wrote the state has noted them as the epoch began.
     """
 
     epoch: int
@@ -51,17 +47,7 @@ class AwaitedLength:
     def of(
         cls, order: UserSampler, state: Mapping[str, Any], config: Mapping[str, Any], of_ended: int | None = None
     ) -> AwaitedLength | None:
-        """What a state says of the length of its epoch.
-
-        Args:
-            order: The sampler.
-            state: A state of it, of a sampler that is built alike.
-            config: The configuration of the sampler, as it is built here.
-            of_ended: The epoch that was ended just before, if it is that whose length is awaited.
-
-        Returns:
-            The length; None where the state does not say it, and where others than hooks decide.
-        """
+        """What a state says of the length of its epoch, or of the epoch ``of_ended``; None where others decide."""
         progress, facts = state["progress"], order.facts
         epoch, consumed, noted = (progress.get(name) for name in ("epoch", "consumed", "items"))
         follows = facts.changes_in_len or facts.draws_in_len or facts.counts_down or order.num_items is None
@@ -78,18 +64,7 @@ class AwaitedLength:
         return cls(epoch, consumed, said, noted is not None) if is_whole and said >= consumed else None
 
     def compare(self, order: UserSampler, num_items: int | None) -> None:
-        """Compare the length with what the sampler says when all hooks are over that may restore it.
-
-        Args:
-            order: The sampler.
-            num_items: The items that it says.
-
-        Raises:
-            PositionError: More items were used than it has.
-
-        Warns:
-            StatefulWarning: It has others than before.
-        """
+        """Compare the length with that which the sampler says when all hooks are over that may restore it."""
         if num_items is None or num_items == self.num_items:
             return
         if num_items < self.consumed:
@@ -106,28 +81,10 @@ class AwaitedLength:
             )
 
 
-def refuse_beyond(order: UserSampler, here: Progress, num_items: int | None) -> None:
-    """Refuse a progress behind the end of its epoch.
-
-    Raises:
-        PositionError: It is.
-    """
-    if num_items is not None and here.consumed > num_items:
-        raise PositionError(
-            f"{here.consumed} {order.unit} of epoch {here.epoch} were consumed, but {order.name} yields only "
-            f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
-        )
-
-
 def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Digests of the first epoch of a sampler that the epoch of a state may be begun with; none if none is known.
 
-    Args:
-        state: A state of the sampler.
-        config: The configuration of the sampler, as it is built here.
-
-    Returns:
-        That of when the epoch began; and that of the sampler as it is built, where another warning speaks of that.
+    It is that of when the epoch began; and that of the sampler as it is built, where another warning speaks of that.
     """
     progress, when_saved = state["progress"], state.get("changed", {}).get("sequence")
     # Before training had changed it, it was as built.
@@ -140,13 +97,7 @@ def began_as(state: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, 
 def begins_as(order: UserSampler, begun: SamplerPass, *, is_changed: bool) -> tuple[str, ...]:
     """Digest of the first epoch of a sampler as it is when a pass begins; none of one that training does not change.
 
-    Args:
-        order: The sampler, whose memory has that of the pass before, or those that an epoch may be begun again with.
-        begun: The pass.
-        is_changed: Whether training is known to have changed it.
-
-    Warns:
-        StatefulWarning: An epoch is begun again that was begun when the sampler would have yielded something else.
+    Warns where an epoch is begun again that was begun when the sampler would have yielded something else.
     """
     before: tuple[str, ...] = order.memory.begins_as
     if order.is_known or not order.is_trained_on:
@@ -183,12 +134,7 @@ _MOST_OF_OTHERS = 2**12
 
 
 def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
-    """Warn of attributes that are others than before the stop, though the passes before have been begun again.
-
-    Args:
-        order: The sampler, which something else than its passes had changed.
-        held: What :func:`held_by` gave where the epoch began.
-    """
+    """Warn of attributes that differ from :func:`held_by` before the stop, though its passes have been begun again."""
     if not is_noted_here(order):
         return
     now = held_by(order.sampler)
@@ -220,13 +166,8 @@ def is_set_within(order: UserSampler, names: Mapping[str, str]) -> bool:
 def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool) -> None:
     """Tell of attributes that a hook had set before a stop, and that are as built where the epoch is begun here.
 
-    Within an epoch it is said in the log, unless they were set within it: a hook that sets them as an epoch starts
-    comes again. So it is of those that no method of the sampler names.
-
-    Args:
-        order: The sampler.
-        names: Those of :func:`set_before_effect` in the state.
-        is_within: Whether items of the epoch were used, and none was set since it began.
+    Within an epoch, of which none was set since it began (``is_within``), it is said in the log: a hook that sets them
+    as an epoch starts comes again. So it is of those that no method of the sampler names.
 
     Warns:
         StatefulWarning: An epoch begins, or one was set within it, and a method names one.
@@ -249,11 +190,7 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
 
 
 def check_details(order: UserSampler, here: Progress) -> None:
-    """Refuse notes of items behind a progress, a state where the sampler takes none, and more passes than there can be.
-
-    Raises:
-        DamagedStateError: There are such.
-    """
+    """Refuse notes of items behind a progress, a state where the sampler takes none, and too many passes."""
     noted, path = here.details.get(order.kind) or [], f"progress.{order.kind}"
     if noted and not isinstance(noted[0], list):
         behind = max([noted[0] + 1, *((noted[3:] or [None])[0] or [])[:2]])

@@ -30,7 +30,7 @@ from lightning_stateful.sampler_copies.shared_objects import (
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import as_written, digest, types_not_compared
 from lightning_stateful.samplers.rank_exchange import collectives_begun
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE, next_digest_index
 from lightning_stateful.user_samplers.sampler_trial import (
     COMPARED,
@@ -49,8 +49,9 @@ from lightning_stateful.user_samplers.sampler_trial import (
     is_touched,
     reads_training,
     refuse_wrong_length,
-    untouched_by,
+    untouched_in,
 )
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # Seconds to the first items that are too much for each save.
 _SLOW_TO_BEGIN = 0.05
@@ -64,9 +65,7 @@ def check_sampler(order: UserSampler, choose: Callable[[Any], list[Setting]] | N
 
     Later epochs are begun as well where that tells something, see :class:`SamplerTrial`.
 
-    Args:
-        order: The sampler.
-        choose: What to set on a copy while it is iterated, to tell it that there is one rank; None to leave it.
+    ``choose`` says what to set on a copy while it is iterated, to tell it that there is one rank.
 
     Raises:
         ConfigurationError: It yields more or fewer items than its ``len``.
@@ -121,7 +120,9 @@ def _facts_of(
     if collectives_begun() != begun:
         # A copy that one rank alone iterates later would wait for the others.
         facts.remembers = contents() != before
-        followed, facts.untouched = None, untouched_by(order, tried)
+        with suppress(Exception):
+            tried.tell(1)
+        followed, facts.untouched = None, untouched_in(order, tried)
     facts.seconds, facts.asks = time.perf_counter() - started, asked.was_asked
     if _fills_cache(order, facts, shared, fresh):
         objects.keep()
@@ -291,13 +292,8 @@ def first_sequence(order: UserSampler, sampler: Any) -> str:
 class _Followed:
     """A pass over a copy of a sampler, iterated as far as is looked at, which notes items and the sampler's own state.
 
-    Args:
-        order: The sampler.
-        tried: The copy.
-        items: The iterator of its pass.
-        facts: Where to put what is found.
-        look: Called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that is soon.
-        started: When the pass was begun; None for now.
+    ``look`` is called, with True, when the last item that ``len()`` says is drawn; and behind the first, if that is
+    soon.
 
     Attributes:
         state: The sampler's own state on the way, if it has one.
@@ -333,7 +329,9 @@ class _Followed:
             with self._tried.entered():
                 self._draw(size)
             if before < 2:
-                self._look_at_length()
+                if not facts.changes_in_len:
+                    with suppress(Exception):
+                        facts.counts_down = self._tried.asked(order.length_of, 0, 0) != facts.says
                 if time.perf_counter() - self._started < _SLOW_TO_BEGIN:
                     look(False)
             if before < COMPARED:
@@ -411,11 +409,6 @@ class _Followed:
         if self.state is not None and len(self.following) < STATE_STRIDE:
             self.following.append(digest(item))
 
-    def _look_at_length(self) -> None:
-        if not self._facts.changes_in_len:
-            with suppress(Exception):
-                self._facts.counts_down = self._tried.asked(self._order.length_of, 0, 0) != self._facts.says
-
 
 def _num_first(order: UserSampler) -> int:
     """Items by which the beginning of an epoch is known: as many as come before a state is taken."""
@@ -467,6 +460,3 @@ _CHANGES_UNSEEN = (
     "of a class of your own, a table of pandas that is changed in place). Let it keep that in lists, dicts or arrays "
     "of its own, or pass accept=('nondeterministic',)."
 )
-
-
-# Ranks

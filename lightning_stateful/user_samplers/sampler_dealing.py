@@ -26,9 +26,9 @@ from lightning_stateful.sampler_copies.sampler_ranks import (
 from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.rank_exchange import exchanged, kinds_drawn_apart
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.sampler_check import check_sampler
 from lightning_stateful.user_samplers.sampler_trial import COMPARED, PATIENCE, fresh_copy
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 
 def deal(order: UserSampler, num_replicas: int, rank: int, *, is_given: bool = False) -> Dealing:
@@ -37,11 +37,7 @@ def deal(order: UserSampler, num_replicas: int, rank: int, *, is_given: bool = F
     Processes of a group compare what their samplers yield. Where a sampler knows its rank, it is dealt out only if the
     simulated sequences of all ranks have together what a single rank's has, in two epochs.
 
-    Args:
-        order: The sampler.
-        num_replicas: Ranks.
-        rank: This rank.
-        is_given: Whether somebody has said how many ranks there are, a Trainer, which deals samplers out.
+    The number of ranks ``is_given`` by a Trainer, which deals samplers out.
 
     Raises:
         RankMismatchError: The samplers yield other items, though they know of no ranks; or other numbers of items.
@@ -62,8 +58,7 @@ def deal(order: UserSampler, num_replicas: int, rank: int, *, is_given: bool = F
         knows = True
     draws = draws if knows and alone is None else None
     if draws is not None:
-        of_rank: Any = order
-        facts = replace(of_rank, draws=draws).facts
+        facts = replace(order, draws=draws).facts
     report = {
         "rank": rank,
         "name": order.name,

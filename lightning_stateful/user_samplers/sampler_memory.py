@@ -29,9 +29,10 @@ from lightning_stateful.user_samplers.earlier_passes import (
     refuse_iterated,
     spelled_out,
 )
-from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import ToldEpochs
 from lightning_stateful.user_samplers.resumed_epoch import begins_as, warn_of_others
 from lightning_stateful.user_samplers.sampler_pass import LONG_FAST_FORWARD, SamplerPass, warn
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 _InEpoch: TypeAlias = Callable[[], AbstractContextManager[None]]
 # The cycle of passes that something else than training begins within an epoch.
@@ -45,9 +46,6 @@ class SamplerMemory:
 
     A sampler that changes itself while it is iterated yields what follows from its earlier passes. Their number is kept
     in the state, and a resume begins them again.
-
-    Args:
-        parts: The sampler's.
 
     Attributes:
         generators: Where the generators are that the sampler holds.
@@ -155,11 +153,7 @@ class SamplerMemory:
         self._looks_next = True
 
     def note_begin(self, order: UserSampler, begun: SamplerPass, earlier: list[list[int]] | None) -> None:
-        """A pass begins: begin those before it that a state tells of and this process has not.
-
-        Raises:
-            PositionError: It is of an evaluation loader, and comes before the pass of training that is resumed.
-        """
+        """A pass begins: begin those before it that a state tells of and this process has not."""
         self._refuse_to_come_first(order)
         if self._latest is not None:
             if order.is_trained_on:  # A validation within an epoch leaves the rest of that to training.
@@ -225,8 +219,7 @@ class SamplerMemory:
 
         What it yields is shown by a copy of it as it is now, which begins the first epoch once more.
 
-        Returns:
-            A digest of what the sampler holds now; empty if none is known.
+        A digest of what the sampler holds now is returned; empty if none is known.
         """
         if not (self.passes and order.is_trained_on) or "changed" in self._warned or "nondeterministic" in order.accept:
             return ""
@@ -287,14 +280,9 @@ class SamplerMemory:
         return False
 
     def follows(self, order: UserSampler, value: object, of: Callable[[Any], object]) -> bool:
-        """Whether a value of the sampler follows from its passes alone.
+        """Whether a value of the sampler, as ``of`` gives it, follows from its passes alone.
 
         It does if it is the value of a copy from before training on which the same passes were begun.
-
-        Args:
-            order: The sampler.
-            value: What ``of`` gives of the sampler as it is now.
-            of: Gives the value of a sampler.
         """
         self._close()
         if order.facts.cannot_be_tried:
@@ -312,10 +300,7 @@ class SamplerMemory:
     def note_last(self, order: UserSampler, latest: SamplerPass, *, goes_on: bool) -> None:
         """The last item that an epoch serves was drawn: what the sampler holds now, only its end and others change.
 
-        Args:
-            order: The sampler.
-            latest: The pass.
-            goes_on: Whether one who asks for more has the sampler come to its end.
+        If it ``goes_on``, one who asks for more has the sampler come to its end.
         """
         latest.entry[2] = latest.drawn
         latest.goes_on = latest.goes_on or (goes_on and not self.is_in_trainer)
@@ -409,16 +394,7 @@ class SamplerMemory:
         self._of_training.append(is_of_training)
 
     def begin_again(self, order: UserSampler, epoch: int, told_of: list[list[int]]) -> None:
-        """Begin the passes before an epoch as often as training has, but for those that were begun in this process.
-
-        Args:
-            order: The sampler.
-            epoch: The epoch.
-            told_of: The passes, as :meth:`passes_before` has them.
-
-        Raises:
-            PositionError: Others were begun in this process, or by another loader.
-        """
+        """Begin the passes that :meth:`passes_before` told of an epoch, but for those begun in this process."""
         earlier, started, known = spelled_out(told_of), time.perf_counter(), len(self.passes)
         if told_of is self._begun_again:
             # Since then a hook has looked at a batch, as in the run that is resumed.
@@ -480,12 +456,7 @@ class SamplerMemory:
 
 
 def memory_of(sampler: Any, dataset: Any = None) -> SamplerMemory:
-    """The memory of a sampler, the same for all that iterate it in this process.
-
-    Args:
-        sampler: The sampler.
-        dataset: An object in it that is not looked into.
-    """
+    """The memory of a sampler, the same for all that iterate it in this process; a dataset in it is not looked into."""
     held, memory = _MEMORIES.get(id(sampler), (None, None))
     if held is not None and memory is not None and held() is sampler:
         return memory

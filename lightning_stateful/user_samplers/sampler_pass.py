@@ -23,9 +23,16 @@ from lightning_stateful.errors import (
 )
 from lightning_stateful.samplers.fingerprint import digest
 from lightning_stateful.samplers.rank_exchange import post, posted
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import (
+    KEPT_NOTES,
+    NUM_LATEST,
+    IteratedSampler,
+    TakenItems,
+    kept,
+    snapshot,
+)
 from lightning_stateful.user_samplers.sampler_trial import has_come_from
-from lightning_stateful.user_samplers.taken_items import KEPT_NOTES, NUM_LATEST, TakenItems, kept, snapshot
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # A sampler that has a state of its own is noted so often.
 STATE_STRIDE = 16
@@ -74,7 +81,6 @@ class SamplerPass:
         when_there: Called when it has come to the first item that is wanted.
     """
 
-    drawn: int
     ahead: Sequence[Any] = ()
     when_there: Callable[[], object] = bool
 
@@ -424,11 +430,7 @@ class SamplerPass:
             self._differs(index, expected, found, of_state=state is not None)
 
     def _differs(self, index: int, expected: str, found: str, *, of_state: bool = False) -> None:
-        """Refuse items that are not those of an earlier run, or warn where that is accepted.
-
-        Raises:
-            StateMismatchError: It is not accepted.
-        """
+        """Refuse items that are not those of an earlier run, or warn where that is accepted."""
         order = self._order
         if "nondeterministic" in order.accept:
             warn(

@@ -19,7 +19,6 @@ from lightning_stateful.core.seeding import derive_seed
 from lightning_stateful.core.steps import StepRule
 from lightning_stateful.errors import PositionError
 from lightning_stateful.samplers.tracker import detect_topology
-from lightning_stateful.user_samplers.iterated_sampler import UserSampler
 from lightning_stateful.user_samplers.resumed_epoch import (
     is_noted_here,
     is_set_within,
@@ -28,6 +27,7 @@ from lightning_stateful.user_samplers.resumed_epoch import (
 )
 from lightning_stateful.user_samplers.sampler_pass import SamplerPass, warn
 from lightning_stateful.user_samplers.sampler_trial import held_by
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # What the numbers of batches are apart from one pass of an epoch to the next.
 _MANY_ITEMS = 2**40
@@ -39,16 +39,10 @@ class SamplerEpochPlan:
     Each call of :meth:`batches` begins a pass over the sampler. What the latest pass has noted on its way goes into a
     progress, to be compared on a resume.
 
-    Args:
-        order: The sampler.
-        num_replicas: Ranks that its items are dealt out to.
-        begun: Where the plan begins.
-
     Attributes:
         read_ahead: Steps behind the epoch that workers are given of a sampler that goes on there, as torch gives them.
     """
 
-    order: UserSampler
     read_ahead = 0
 
     def __init__(self, *, order: UserSampler, num_replicas: int, begun: Progress) -> None:
@@ -109,11 +103,7 @@ class SamplerEpochPlan:
         return can_be_joined and self.rule.ends_in_pairs(self.remaining or 0)
 
     def num_samples(self, rank: int) -> int:
-        """Samples of ``rank`` in this plan.
-
-        Raises:
-            TypeError: It cannot be known before the epoch is over.
-        """
+        """Samples of ``rank`` in this plan."""
         if self.order.num_items is None or self.order.whole_batches:
             raise TypeError(f"{self.order.name} does not say how many samples it yields.")
         return self.rule.num_samples(self.remaining or 0, rank)

@@ -30,7 +30,8 @@ from lightning_stateful.sampler_copies.shared_objects import SharedObjects
 from lightning_stateful.sampler_copies.written_files import WrittenFiles
 from lightning_stateful.samplers.fingerprint import digest, hex_digest
 from lightning_stateful.samplers.state_codec import to_plain
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler, UserSampler
+from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
+from lightning_stateful.user_samplers.user_sampler import UserSampler
 
 # Items by which the beginning of an epoch is known; the most of an epoch that is looked at, and of one without an end.
 COMPARED, MOST, MOST_ENDLESS = 64, 2**20, 2**14
@@ -49,11 +50,8 @@ _SLOW_TO_GO_ON = 0.5
 class SamplerTrial:
     """Goes on with copies of a sampler that has yielded its first epoch, and puts into its facts what that shows.
 
-    Args:
-        order: The sampler.
-        facts: Those of the first epoch.
-        fresh: Makes a copy of the sampler, or of the copy that it is given as ``sampler``.
-        is_unseen: Whether its code reaches what no digest tells.
+    ``fresh`` makes a copy of the sampler, or of an earlier copy; one ``is_unseen`` whose code reaches what no digest
+    tells.
     """
 
     def __init__(
@@ -76,10 +74,6 @@ class SamplerTrial:
 
         Where the pass has changed it, they do not only if both also hold the same behind the next epoch: else what they
         hold may show in a later one. What it does not hold, as in a cache by ``functools``, may matter without that.
-
-        Args:
-            ended: The copy.
-            is_changed: Whether the pass has changed what it holds.
         """
         facts = self._facts
         if not is_changed:
@@ -123,17 +117,11 @@ class SamplerTrial:
         facts.remembers_told, facts.adds_up = self._depends_on_told()
 
     def left_alone_by(self, tried: IteratedSampler) -> dict[str, str]:
-        """As :func:`held_by`, of what neither passes nor ``set_epoch`` change; empty where that was not tried.
-
-        Args:
-            tried: A copy that was told epoch 0, and iterated.
-        """
+        """As :func:`held_by`, of what neither passes nor ``set_epoch`` change; empty where that was not tried."""
         order, copies = self._order, [tried, *([] if self._told_another is None else [self._told_another])]
         if order.has_set_epoch and len(copies) == 1:
             return {}
-        after = [held_by(one.sampler, order.dataset) for one in copies]
-        now = held_by(order.sampler, order.dataset)
-        return {name: value for name, value in now.items() if all(held.get(name) == value for held in after)}
+        return untouched_in(order, *copies)
 
     def _hands_epoch_on(self) -> bool:
         """Whether a copy that is told an epoch changes what it shares with the sampler, as by telling its dataset."""
@@ -275,14 +263,7 @@ def _first_apart(one: IteratedSampler, other: IteratedSampler, epochs: Iterable[
 
 
 def fresh_copy(order: UserSampler, choose: Any, asked: AskedRanks | None, sampler: Any = None) -> IteratedSampler:
-    """A copy of a sampler as it is now, told of ranks by what ``choose`` gives, and of those that it asks for.
-
-    Args:
-        order: The sampler.
-        choose: What to set on the copy; None for nothing.
-        asked: Answers for torch.distributed.
-        sampler: An earlier copy, to make a copy of that.
-    """
+    """A copy of a sampler, or of an earlier copy, told of ranks by what ``choose`` sets, and of those it asks for."""
     copied = SamplerCopy(order.sampler if sampler is None else sampler, order.dataset).sampler
     return order.iterating(copied, [] if choose is None else choose(copied), asked)
 
@@ -299,13 +280,7 @@ def has_come_from(
 ) -> bool:
     """Whether a copy comes from a state of a sampler's own to the one that it has now; True where that is not known.
 
-    Args:
-        order: The sampler.
-        label: Epoch and cycle of the pass.
-        drawn: Items that it had yielded when it gave the state.
-        state: That state.
-        count: Items that it has yielded since.
-        is_latest: Tells whether an item is the latest of these.
+    A pass by its ``label`` had yielded ``drawn`` items when it gave ``state``, and ``count`` since.
     """
     if order.facts.cannot_be_tried or order.facts.begins_in > _SLOW_TO_GO_ON:
         return True
@@ -350,9 +325,8 @@ def holds_as_tried(order: UserSampler) -> bool:
 def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
     """Digests of the attributes of a sampler that another process may compare: of none with sets or generators.
 
-    Args:
-        sampler: The sampler.
-        dataset: An attribute that others compare; if it is given, variables that the sampler's code names count too.
+    An attribute that is the dataset is left out: others compare that. If it is given, variables that the sampler's code
+    names count too.
     """
     held = dict(attributes_of(sampler))
     if dataset is not None:
@@ -371,17 +345,11 @@ def _is_data(value: Any) -> bool:
     return is_own or type(value) in PLAIN or isinstance(value, (list, tuple, dict, deque, np.ndarray, torch.Tensor))
 
 
-def untouched_by(order: UserSampler, tried: IteratedSampler) -> dict[str, str]:
-    """As :func:`held_by`, of what the passes of a sampler and ``set_epoch`` leave as it was.
-
-    Args:
-        order: The sampler.
-        tried: A copy that was told epoch 0, and iterated.
-    """
-    with suppress(Exception):
-        tried.tell(1)
-    after = held_by(tried.sampler, order.dataset)
-    return {name: value for name, value in held_by(order.sampler, order.dataset).items() if after.get(name) == value}
+def untouched_in(order: UserSampler, *tried: IteratedSampler) -> dict[str, str]:
+    """As :func:`held_by`, of what a sampler holds as copies of it do that were told epochs and iterated."""
+    after = [held_by(one.sampler, order.dataset) for one in tried]
+    now = held_by(order.sampler, order.dataset)
+    return {name: value for name, value in now.items() if all(held.get(name) == value for held in after)}
 
 
 def is_touched(order: UserSampler) -> bool:
@@ -481,11 +449,7 @@ def begins_anew_when_asked(sampler: Any, contents: Callable[[], str]) -> bool:
 
 
 def refuse_wrong_length(order: UserSampler, facts: SamplerFacts) -> None:
-    """Refuse a sampler that yields more or fewer items than its ``len`` says.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse a sampler that yields more or fewer items than its ``len`` says."""
     found, says = facts.length, facts.says
     if found is None or says is None or found == says or (order.is_cut and found >= says):
         return

@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
-import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import RandomSampler
 
-from lightning_stateful.core.checks import as_int
 from lightning_stateful.core.order import Progress
 from lightning_stateful.core.seeding import derive_seed, loader_seed
-from lightning_stateful.core.steps import StepRule
-from lightning_stateful.errors import ConfigurationError
+from lightning_stateful.errors import PositionError
 from lightning_stateful.generators.rng import OwnRandomness
-from lightning_stateful.sampler_copies.sampler_copy import SamplerCopy, SamplerParts
-from lightning_stateful.sampler_copies.sampler_facts import Dealing, RankDraws, ResumeMode, SamplerFacts
-from lightning_stateful.sampler_copies.sampler_ranks import AskedRanks, Setting, told
-from lightning_stateful.samplers.fingerprint import digest
+from lightning_stateful.sampler_copies.sampler_facts import Dealing, ResumeMode, SamplerFacts
+from lightning_stateful.sampler_copies.sampler_ranks import told
 from lightning_stateful.samplers.tracker import detect_topology
 from lightning_stateful.shapes import COUNT, CYCLE, EPOCH, Either
-from lightning_stateful.state import accepted_names, value_at
-from lightning_stateful.user_samplers.iterated_sampler import IteratedSampler
-from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, began_as, check_details, refuse_beyond
+from lightning_stateful.state import value_at
+from lightning_stateful.user_samplers.resumed_epoch import AwaitedLength, began_as, check_details
 from lightning_stateful.user_samplers.sampler_check import check_sampler, has_own_state, sequence_now
 from lightning_stateful.user_samplers.sampler_dealing import deal
 from lightning_stateful.user_samplers.sampler_memory import SamplerMemory, memory_of
 from lightning_stateful.user_samplers.sampler_pass import STATE_STRIDE
 from lightning_stateful.user_samplers.sampler_plan import SamplerEpochPlan
 from lightning_stateful.user_samplers.sampler_trial import PATIENCE, asked_once, length_now, length_when_told
+from lightning_stateful.user_samplers.user_sampler import UserSampler, of_this_rank, rank_of_process
 
 # What to say of each resume mode.
 RESUME_MODES: dict[ResumeMode, str] = {
     "fast_forward": "is begun anew on a resume and fast-forwarded, by indices alone.",
     "own_state": "keeps its own state, which a resume goes on from.",
 }
-Length = int | Literal["len", "unknown"]
-Tail = Literal["split", "pad", "drop"]
-TAILS = ("split", "pad", "drop")
-
-_TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Parameters of these that decide what they yield.
-_PARAMETERS = ("weights", "indices", "num_samples", "replacement", "shuffle", "seed", "drop_last", "batch_size")
 # A note of an item, with a digest of the items before the state or, where each rank iterates its own, one of each rank.
 _NOTE = (COUNT, str, object)
 _NOTED = Either((), [Either((), _NOTE)], _NOTE, (*_NOTE, Either(None, (COUNT, COUNT, str))))
@@ -63,7 +43,7 @@ _OF_DEALING = frozenset({"batch_size", "tail", "exact", "shuffles", "is_collated
 
 
 @dataclass(frozen=True, eq=False)
-class WrappedSampler:
+class WrappedSampler(UserSampler):
     """Deals what any sampler yields out to the ranks, and resumes it exactly.
 
     The user's own object is iterated, as torch would: it sees what is set on it, and remembers what it remembers. It
@@ -72,75 +52,14 @@ class WrappedSampler:
     to do, and whether all ranks have one and the same sequence of items (samples or whole batches). That is dealt out;
     samplers that deal out by themselves are left to it, unless they provably yield together what one rank would.
 
-    Attributes:
-        sampler: Any iterable over an epoch of indices, or of batches of them.
-        seed: Chooses its randomness.
-        length: Items of an epoch: ``"len"`` for its own ``len()`` if it has one, ``"unknown"`` to find out where
-            it ends, or a number after which an epoch is cut off.
-        batch_size: Samples in a full batch of one rank; None for a sampler that yields whole batches.
-        is_collated: Whether these are certainly batches of indices, of whatever type; else a tuple names one sample.
-        tail: What becomes of a last step that is not full: samples are ``"split"`` as evenly as it goes, while whole
-            batches, which are never cut, are repeated; ``"pad"`` with items of its own; or ``"drop"``.
-        exact: For evaluation: never repeat an item unless there are fewer items than ranks.
-        shuffles: Whether the items of a step go to ranks in a random order.
-        is_dealt_out: Whether ranks share one sequence. Otherwise each rank iterates its own.
-        is_wrapped: Whether the user asks to have it dealt out, whatever ranks it was built for.
-        is_cut_by_torch: Whether torch's BatchSampler would cut its samples into batches.
-        accept: ``"nondeterministic"``: cannot be repeated; ``"sequence"``: may yield something else on a resume.
-        dataset: The loader's dataset, which copies share with the sampler.
-        repeats_first_epoch: Whether every epoch is the first one again; to overfit on.
-        draws: What each rank draws for itself, where it iterates its own; None for nothing.
+    Its settings are those of :class:`UserSampler`.
 
     Raises:
         ConfigurationError: It cannot be iterated, or an argument is out of range.
     """
 
-    sampler: Any
-    _: KW_ONLY
-    seed: int = 0
-    length: Length = "len"
-    batch_size: int | None = 1
-    is_collated: bool = False
-    tail: Tail = "split"
-    exact: bool = False
-    shuffles: bool = False
-    is_dealt_out: bool = True
-    is_wrapped: bool = False
-    is_cut_by_torch: bool = False
-    accept: Collection[str] = ()
-    dataset: Any = None
-    repeats_first_epoch: bool = False
-    draws: RankDraws | None = None
     version: ClassVar[int] = 2
     carries_over: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.tail not in TAILS:
-            raise ConfigurationError(f"tail must be one of {TAILS}, got {self.tail!r}.")
-        if not hasattr(type(self.sampler), "__iter__") and not hasattr(type(self.sampler), "__getitem__"):
-            raise ConfigurationError(
-                f"{self.name} cannot be iterated; a sampler has __iter__ or __getitem__. If it is meant as an order, "
-                "members are missing, or it is passed under the wrong name: sampler= takes a SampleOrder (kind, "
-                "version, __len__, take, config), batch_sampler= a BatchOrder (kind, version, carries_over, config, "
-                "plan, convert, adapted)."
-            )
-        object.__setattr__(self, "seed", as_int("seed", self.seed))
-        object.__setattr__(self, "accept", accepted_names(self.accept))
-        if not isinstance(self.length, str):
-            object.__setattr__(self, "length", as_int("length", self.length))
-        if self.length not in ("len", "unknown") and (isinstance(self.length, str) or self.length < 1):
-            raise ConfigurationError(f"length must be at least 1, 'len' or 'unknown', got {self.length!r}.")
-        self.memory  # noqa: B018  # begins before anybody iterates the sampler
-
-    @property
-    def name(self) -> str:
-        """The sampler's class."""
-        return type(self.sampler).__qualname__
-
-    @property
-    def kind(self) -> str:
-        """The name under which a state knows such a sequence."""
-        return "batch_sampler" if self.whole_batches else "sampler"
 
     @property
     def details_shape(self) -> dict[str, Any]:
@@ -148,42 +67,9 @@ class WrappedSampler:
         return {self.kind: _NOTED, **_DETAILS}
 
     @property
-    def whole_batches(self) -> bool:
-        """Whether its items are whole batches."""
-        return self.batch_size is None
-
-    @property
-    def cuts_samples(self) -> bool:
-        """Whether its samples are cut into batches by torch's own BatchSampler."""
-        return self.is_cut_by_torch and not (self.whole_batches or self.is_wrapped)
-
-    @property
-    def unit(self) -> str:
-        """The unit of items: "batches" or "samples"."""
-        return "batches" if self.whole_batches else "samples"
-
-    @property
-    def innermost(self) -> Any:
-        """The sampler of whose samples torch's own batch samplers make batches."""
-        inner = self.sampler
-        while type(inner) is BatchSampler:
-            inner = inner.sampler
-        return inner
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is torch's own, which yields the same again when it is seeded alike."""
-        return type(self.innermost) in _TORCHS_OWN
-
-    @property
     def is_sized(self) -> bool:
         """Whether the length of an epoch is known before its end."""
         return self.num_items is not None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether epochs are cut off at a given length."""
-        return isinstance(self.length, int)
 
     @property
     def num_items(self) -> int | None:
@@ -193,32 +79,6 @@ class WrappedSampler:
             vars(self)["_asked"] = found = asked_once(self, epoch, cycle, vars(self).get("_asked"))
             return found.length
         return length_now(self, epoch, cycle)
-
-    def length_of(self, sampler: Any) -> int | None:
-        """Items of an epoch as the sampler, or a copy of it, says now; None where that is known only at its end."""
-        if self.length != "len":
-            return self.length if isinstance(self.length, int) else None
-        try:
-            return len(sampler)
-        except (TypeError, NotImplementedError):
-            return None
-
-    @cached_property
-    def has_set_epoch(self) -> bool:
-        """Whether it, or a sampler in it, is told the epoch."""
-        parts = SamplerParts(self.sampler, self.dataset).samplers
-        return any(callable(getattr(part, "set_epoch", None)) for part in parts)
-
-    @property
-    def is_trained_on(self) -> bool:
-        """Whether a run may be resumed within it."""
-        return not (self.exact or self.repeats_first_epoch)
-
-    @property
-    def resume_mode(self) -> ResumeMode:
-        """Way in which a resume brings it to an item; see :data:`RESUME_MODES`."""
-        is_own_state = not self.is_known and not self.dealing.is_own and self.facts.leads_back
-        return "own_state" if is_own_state else "fast_forward"
 
     @property
     def resume_note(self) -> str:
@@ -236,22 +96,9 @@ class WrappedSampler:
             note += " Its set_epoch is called in every epoch, which Lightning does for samplers alone."
         return f"{note} {self.dealing.note}".rstrip()
 
-    @property
-    def remembers(self) -> bool:
-        """Whether a resume begins earlier passes again, because what it yields depends on them.
-
-        One with a state of its own is brought by that to an item, and by its passes to the beginning of an epoch.
-        """
-        return self.facts.remembers or (self.memory.has_changed and not self.facts.is_harmless)
-
     @cached_property
     def facts(self) -> SamplerFacts:
-        """The facts that a trial of a copy has shown; of torch's own nothing is tried.
-
-        Raises:
-            UnsupportedLoaderError: It cannot be tried without a trace.
-            ConfigurationError: It yields more or fewer items than its ``len``.
-        """
+        """The facts that a trial of a copy has shown; of torch's own nothing is tried."""
         if self.is_known:
             return SamplerFacts()
         memory, key = self.memory, (self.seed, self.draws, self.length, self.batch_size, self.is_cut_by_torch)
@@ -264,22 +111,12 @@ class WrappedSampler:
         return found
 
     @property
-    def dealing(self) -> Dealing:
-        """The way its items come to ranks, once :meth:`meet` has found out."""
-        found: Dealing = vars(self).get("_dealing") or Dealing()
-        return found
-
-    @property
     def memory(self) -> SamplerMemory:
         """The passes that were begun over the sampler in this process."""
         return memory_of(self.sampler, self.dataset)
 
     def meet(self, num_replicas: int, rank: int, *, is_given: bool = False) -> Dealing:
-        """Find out how its items come to ranks; processes of a group do so together.
-
-        Raises:
-            RankMismatchError: The ranks cannot share them.
-        """
+        """Find out how its items come to ranks; processes of a group do so together."""
         known = vars(self).get("_met")
         if known != (num_replicas, rank):
             vars(self)["_dealing"] = found = deal(self, num_replicas, rank, is_given=is_given)
@@ -287,42 +124,6 @@ class WrappedSampler:
             if found.facts is not None:
                 vars(self)["facts"] = found.facts
         return self.dealing
-
-    @property
-    def yields_containers(self) -> bool:
-        """Whether what it yields may be filled again by it before it is used, and has to be copied."""
-        if vars(self).get("_met", (1, 0))[0] == 1 and not self.exact:
-            # Nothing is drawn ahead.
-            return False
-        return self.whole_batches or not (self.is_known or isinstance(self.facts.first, int))
-
-    def copied(self) -> SamplerCopy:
-        """A fresh copy of the sampler, as the user has it now."""
-        return SamplerCopy(self.sampler, self.dataset)
-
-    def iterated(self) -> IteratedSampler:
-        """The sampler itself, to be iterated."""
-        asked = AskedRanks(1, 0) if self.dealing.answers else None
-        # To overfit on its first epoch, one that changes itself begins as often with a copy.
-        repeats = self.repeats_first_epoch and self.facts.remembers and not self.facts.is_harmless
-        sampler, settings = self.copied().sampler if repeats else self.sampler, self.dealing.settings
-        return self.iterating(sampler, settings, asked)
-
-    def iterating(
-        self, sampler: Any, settings: Sequence[Setting] = (), asked: AskedRanks | None = None
-    ) -> IteratedSampler:
-        """The sampler, or a copy of it, to be iterated under the randomness of epochs."""
-        return IteratedSampler(
-            sampler,
-            self.seed,
-            dataset=self.dataset,
-            settings=settings,
-            asked=asked,
-            generators=self.memory.generators,
-            outside=() if self.is_known else self.memory.generators_outside(self.sampler, self.dataset),
-            tell=partial(self.memory.tell_epoch, self) if sampler is self.sampler else None,
-            draws=self.dealing.draws or self.draws,
-        )
 
     def config(self) -> dict[str, Any]:
         """The configuration that determines the sequence, as far as can be told, and a digest of the first epoch."""
@@ -338,64 +139,31 @@ class WrappedSampler:
             config["ranks"] = vars(self)["_met"][0]
         return config | {"sequence": "" if "nondeterministic" in self.accept else dealing.begins or self.facts.sequence}
 
-    @property
-    def sequence(self) -> str:
-        """Digest of the first epoch, of this rank, as it was tried."""
-        return str(_of_this_rank(self.dealing.begins or self.facts.sequence))
-
     def changed_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Changes that somebody has made to it since :meth:`config` was taken, by name with dots."""
         if not self.is_trained_on or "nondeterministic" in self.accept:
             return {}
-        before = _of_this_rank(config["sequence"])
+        before = of_this_rank(config["sequence"])
         sequence = before if self.is_known else sequence_now(self, before)
         # A process alone may ask this: the len() of one that calls collectives would wait for the others.
         described = {} if self.facts.calls_collectives else self.config()["sampler"]
         held = {f"sampler.{name}": value for name, value in described.items()} | {"sequence": sequence}
-        changed = {name: value for name, value in held.items() if _of_this_rank(value_at(config, name)) != value}
+        changed = {name: value for name, value in held.items() if of_this_rank(value_at(config, name)) != value}
         if self.dealing.is_own and changed.get("sequence", "changed") != "changed":
             # Each rank has its own.
-            changed["sequence"] = f"{_rank_of_process()} {sequence}"
+            changed["sequence"] = f"{rank_of_process()} {sequence}"
         length = changed.get("sampler.length")
         follows = type(length) is int and self.remembers and self.memory.follows(self, length, self.length_of)
         if follows or self.facts.changes_in_len:
             changed.pop("sampler.length", None)
         return changed
 
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of torch's own samplers, long ones as digests."""
-        found, inner = {}, self.sampler
-        while inner is not None:
-            for name in _PARAMETERS:
-                value = vars(inner).get(name)
-                if isinstance(value, (torch.Tensor, np.ndarray, list, tuple, range)):
-                    array = np.ascontiguousarray(np.asarray(value))
-                    value = digest(array.tolist() if array.dtype.kind == "O" else array.tobytes())
-                if isinstance(value, (bool, int, str)):
-                    found[name] = value
-            inner = inner.sampler if type(inner) is BatchSampler else None
-        return found
-
-    def rule(self, num_replicas: int) -> StepRule:
-        """The rule by which its items are cut into steps of so many ranks."""
-        return StepRule(
-            batch_size=1 if self.batch_size is None else self.batch_size,
-            num_replicas=num_replicas,
-            drop_last=self.tail == "drop",
-            exact=self.exact,
-            pad=self.tail == "pad",
-        )
-
     def plan(self, epoch: int, num_replicas: int, progress: Progress | None = None) -> SamplerEpochPlan:
-        """Plan ``epoch``, or the rest of it.
-
-        Raises:
-            PositionError: More items were consumed than the epoch has.
-        """
+        """Plan ``epoch``, or the rest of it."""
         here = progress if progress is not None and progress.epoch == epoch else Progress(epoch=epoch)
         check_details(self, here)
         if vars(self).get("_met", (1, 0))[0] != num_replicas:
-            self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else _rank_of_process())
+            self.meet(num_replicas, detect_topology(num_replicas).rank if num_replicas == 1 else rank_of_process())
         ranks = 1 if self.dealing.is_own else num_replicas
         if progress is not None and progress.epoch < epoch:
             # Other loaders may have gone on in that epoch, in which this one had nothing left.
@@ -403,7 +171,12 @@ class WrappedSampler:
             self.bring_to(epoch, plan.passes_if_unread())
         if here.consumed:
             self.bring_to(epoch, here.details.get("passes"))
-            refuse_beyond(self, here, self.num_items_in(epoch))
+            num_items = self.num_items_in(epoch)
+            if num_items is not None and here.consumed > num_items:
+                raise PositionError(
+                    f"{here.consumed} {self.unit} of epoch {epoch} were consumed, but {self.name} yields only "
+                    f"{num_items}. Build it as when the checkpoint was written, or resume from another checkpoint."
+                )
         made = SamplerEpochPlan(order=self, num_replicas=ranks, begun=here)
         if here.consumed and self.is_trained_on and self.remembers and made.remaining and made.num_steps:
             self.memory.await_training(epoch)
@@ -459,13 +232,7 @@ class WrappedSampler:
         return progress
 
     def adapted(self, *, path: str = "", exact: bool = False, shuffle: bool = True) -> WrappedSampler:
-        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`.
-
-        Args:
-            path: The place of its loader among several.
-            exact: Never repeat an item.
-            shuffle: False for the first epoch over and over.
-        """
+        """The same batches for another use; see :class:`~lightning_stateful.core.order.BatchOrder`."""
         repeats = self.repeats_first_epoch or not shuffle
         return self.replaced(seed=loader_seed(self.seed, path), exact=self.exact or exact, repeats_first_epoch=repeats)
 
@@ -488,13 +255,3 @@ class WrappedSampler:
         if "facts" in vars(self) and _OF_DEALING.issuperset(changed):
             vars(made)["facts"] = self.facts
         return made
-
-
-def _of_this_rank(value: Any) -> Any:
-    """A value of a configuration on this rank, of one that may list those of all ranks."""
-    return value[min(_rank_of_process(), len(value) - 1)] if isinstance(value, list) else value
-
-
-def _rank_of_process() -> int:
-    """The rank of this process in its group; 0 without one, where nobody can tell."""
-    return detect_topology(2, 0).rank if not torch.distributed.is_initialized() else detect_topology().rank
