@@ -28,7 +28,7 @@ _log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
 # The name of the length in a configuration, and in its changes.
 _LENGTH = "sampler.length"
-_REMEDY = "set again what its len() follows from: in load_state_dict, on_load_checkpoint or on_train_start."
+_REMEDY = "set again what its len() follows from: under a Trainer in load_state_dict or on_train_start."
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def warn_of_others(order: UserSampler, held: Mapping[str, str]) -> None:
         warn(
             f"{some_of([f'{order.name}.{name}' for name in others])} had been changed by something else than passes of "
             "the sampler when the checkpoint was written, and is another here: the resume is not exact if what it "
-            "yields depends on that. Save it in a callback, and set it again in on_train_start."
+            f"yields depends on that. {order.memory.remedy}"
         )
 
 
@@ -184,7 +184,7 @@ def warn_of_unset(order: UserSampler, names: Collection[str], *, is_within: bool
     text = (
         f"{some_of(said)} had been set in training when the checkpoint was "
         "written, and is as it was built here. If what it yields in a later epoch depends on that, and no hook sets it "
-        "again as an epoch starts, the resume is not exact. Save it in a callback, and set it again in on_train_start."
+        f"again as an epoch starts, the resume is not exact. {order.memory.remedy}"
     )
     warn(text) if is_named and not is_within else _log.info(text)
 

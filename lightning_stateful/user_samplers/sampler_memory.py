@@ -136,6 +136,13 @@ class SamplerMemory:
             )
 
     @property
+    def remedy(self) -> str:
+        """What to do of what something else than its passes sets on the sampler."""
+        if self.is_in_trainer:
+            return "Save it in a callback, and set it again in on_train_start."
+        return "Save it beside the loader's state, and set it again before the first batch."
+
+    @property
     def is_changed(self) -> bool:
         """Whether something else than its passes is known to change the sampler."""
         return "changed" in self._warned
@@ -233,7 +240,7 @@ class SamplerMemory:
             if self._ended_with != latest:
                 self.warn_once(
                     f"{order.name} was changed between two epochs by something else than its own iteration. A resume "
-                    "from here on is exact only if the same is set again before its first batch, in on_train_start.",
+                    f"from here on is exact only if the same is set again before its first batch. {self.remedy}",
                     once="changed",
                 )
                 return now
@@ -248,8 +255,7 @@ class SamplerMemory:
             self.warn_once(
                 f"{order.name} {found}: training, its dataset, a callback or one "
                 "of its own later passes has changed what it draws from. But for weights and buffers of the module no "
-                "checkpoint holds that, so a resume is exact only if it is set again before the first batch, in "
-                "on_train_start.",
+                f"checkpoint holds that, so a resume is exact only if it is set again. {self.remedy}",
                 once="changed",
             )
         # Trying copies may have changed what they share with it.

@@ -128,7 +128,7 @@ class SamplerEpochPlan:
             order.memory.warn_once(
                 f"{order.name}.state_dict() holds something that training changes as well, such as losses. The "
                 "checkpoint has it as of an earlier item, and what was changed since is lost: the resume is not exact. "
-                "Leave it out of that state: save it in a callback, and set it again in on_train_start.",
+                f"Leave it out of that state. {order.memory.remedy}",
                 once="own state",
             )
         since = self._begun.details.get("since")
