@@ -23,8 +23,8 @@ from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 
 # Begins the text of an object of which nothing is told but its class.
 OBJECT = "a "
-# Characters of a text.
-_MOST_CHARACTERS = 40
+# Characters of a text, and of one that is longer.
+_MOST_CHARACTERS, _SHOWN = 40, 16
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
@@ -120,8 +120,8 @@ def _is_plain(values: list[Any]) -> bool:
 
 
 def shortened(text: str) -> str:
-    """A text, or the digest of a long one."""
+    """A text, or the beginning of a long one with its digest."""
     short, is_shared = text.removesuffix(SHARED), text.endswith(SHARED)
     if len(short) > _MOST_CHARACTERS:
-        short = hex_digest(short.encode("utf-8", "replace"), size=_SIZE)
+        short = f"{short[:_SHOWN]}... ({hex_digest(short.encode('utf-8', 'replace'), size=_SIZE)})"
     return short + SHARED * is_shared
