@@ -195,7 +195,7 @@ def saved_and_resumed(folder: Path, kind: str) -> dict[str, Any]:
     return {"whole": plain(whole), "untouched": plain(untouched), "texts": texts, "resumed": found}
 
 
-QUICK = ("manual", "automatic", "unsynced", "validated", "set", "swapped")
+QUICK = ("manual", "automatic", "validated", "set", "swapped")
 
 
 @pytest.mark.parametrize(
