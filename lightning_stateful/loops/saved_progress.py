@@ -89,6 +89,7 @@ _PARTS = {
     "counted": {str: str},
     "missed": [str],
     "again": [str],
+    "twice": [str],
     "later": [str],
     "pruned": [str],
     "results": Either(

@@ -1,14 +1,15 @@
-"""Batches that callbacks have counted otherwise than a checkpoint does.
+"""Batches that callbacks, buffers and averages have seen otherwise than a checkpoint counts them.
 
 A checkpoint that is written within a window of accumulated gradients, or within a batch, stands before it: a resume
-trains on its batches again. What a callback's ``state_dict`` has counted by then, it counts again. After an error
-behind the optimizer's step the batch counts, and ``on_train_batch_end`` was not called for it.
+trains on its batches again. What a callback's ``state_dict`` has counted by then, it counts again, and what a buffer
+holds of them, such as BatchNorm's statistics, it holds twice. After an error behind the optimizer's step the batch
+counts, and ``on_train_batch_end`` was not called for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_stateful.contents.training_uses import changes_in_place
 from lightning_stateful.errors import StatefulWarning, some_of
 from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_users
-from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, WeightAveraging, pl
+from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, OnExceptionCheckpoint, WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, is_within_batch_end, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_of
 from lightning_stateful.loops.saved_progress import LoopProgress
@@ -28,8 +30,14 @@ from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 from lightning_stateful.module_state.passing_values import data_module_of, names_of_lightning, texts_of_attributes
 from lightning_stateful.samplers.fingerprint import short_text
 
-# Kept with the loop.
-_WINDOW = "_counted_in_window"
+# Kept with the loop: what callbacks count, tensors, whether they were named, and which no optimizer trains.
+_WINDOW, _TENSORS, _NAMED, _OUTSIDE = "_counted_in_window", "_noted_tensors", "_named_buffers", "_outside_optimizers"
+# Whether a callback saves wherever an error comes.
+_SAVES_WITHIN = "_saves_within_steps"
+# Numbers in a buffer up to which it is copied.
+_MOST_NUMBERS = 2**16
+# Of parameters that no optimizer trains, how many are looked at.
+_MOST_OUTSIDE = 4
 # Attributes that a checkpoint names.
 _MOST_NAMED = 64
 # Items of a container that are looked at, and how deep: whoever averages weights does so with all of them.
@@ -88,18 +96,57 @@ def note_validation(trainer: pl.Trainer) -> None:
         known.note_validation(trainer)
 
 
+def note_tensors(trainer: pl.Trainer) -> None:
+    """A batch begins: note buffers, and parameters that no optimizer trains, as a save may come within its window."""
+    at, window = next_step(trainer), trainer.accumulate_grad_batches
+    if at[1] % window:
+        return
+    tensors = dict(_outside_optimizers(trainer))
+    if window > 1 or vars(trainer.fit_loop).get(_SAVES_WITHIN):
+        tensors |= dict(trainer.lightning_module.named_buffers())
+    if tensors:
+        vars(trainer.fit_loop)[_TENSORS] = at, {name: _noted(tensor) for name, tensor in tensors.items()}
+
+
 def end_watching(trainer: pl.Trainer) -> None:
     """Undo :func:`watch`."""
-    vars(trainer.fit_loop).pop(_WINDOW, None)
+    for name in (_WINDOW, _TENSORS, _NAMED, _OUTSIDE, _SAVES_WITHIN):
+        vars(trainer.fit_loop).pop(name, None)
 
 
-def counted_twice(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, str]:
-    """What was changed in batches that a resume trains on again, by name, as it is now; to be kept in a checkpoint.
+def is_within(progress: LoopProgress, started: int) -> bool:
+    """Whether a batch has begun that a resume trains on again."""
+    return progress.running and not progress.ended and started > progress.batch
+
+
+def counted(trainer: pl.Trainer, progress: LoopProgress, started: int) -> dict[str, Any]:
+    """What a resume needs to warn of, as plain data; what is empty is left out.
 
     Args:
         trainer: The trainer.
-        progress: The progress of training as it is saved, at the beginning of the window.
+        progress: The progress of training as it is saved, at the beginning of an open window.
+        started: Batches of the epoch that were given to ``training_step``.
+
+    Returns:
+        ``counted``: by name, what callbacks, the module and the data module have changed in batches that a resume
+        trains on again, as it is now. ``twice``: buffers and averages that were changed then. ``missed``: callbacks
+        whose ``on_train_batch_end`` was not called for the latest batch, which counts. ``again``: hooks that were
+        called before the save and that a resume calls again, where they change tensors in place.
+
+    Warns:
+        StatefulWarning: Buffers or averages were changed, for the first time.
     """
+    within = is_within(progress, started)
+    found = {
+        "counted": _counted_twice(trainer, progress) if within else {},
+        "twice": _held_twice(trainer, progress) if within else [],
+        "missed": _left_out(trainer, progress),
+        "again": _called_again(trainer, progress),
+    }
+    return {name: part for name, part in found.items() if part}
+
+
+def _counted_twice(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, str]:
     known: _Window | None = vars(trainer.fit_loop).get(_WINDOW)
     if known is None or known.at != (progress.epoch, progress.batch):
         return {}
@@ -109,7 +156,7 @@ def counted_twice(trainer: pl.Trainer, progress: LoopProgress) -> dict[str, str]
     return dict(islice(found.items(), _MOST_NAMED))
 
 
-def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+def _left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     """Callbacks, or the module, whose ``on_train_batch_end`` was not called for the latest batch, which counts."""
     hook = trainer.lightning_module._current_fx_name
     if not (progress.uncounted or is_within_batch_end(trainer)) or hook == _BATCH_END:
@@ -120,13 +167,7 @@ def left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     return list(dict.fromkeys(kind.__qualname__ for kind in kinds if _has_batch_end(kind)))
 
 
-def called_again(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
-    """Hooks that were called before a save and that a resume calls again, where they change tensors in place.
-
-    Args:
-        trainer: The trainer.
-        progress: The progress of training as it is saved.
-    """
+def _called_again(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     begun = ""
@@ -138,18 +179,22 @@ def called_again(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
     return [f"{type(one).__qualname__}.{begun}" for one in owners if begun and changes_in_place(one, begun)]
 
 
-def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: Sequence[str], again: Sequence[str]) -> None:
+def watch(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
     """Begin to follow what is counted, and warn on a resume of what a checkpoint has; called in ``on_train_start``.
 
     Args:
         trainer: The trainer.
-        twice: What :func:`counted_twice` gave.
-        missed: What :func:`left_out` gave.
-        again: What :func:`called_again` gave.
+        saved: A state that has what :func:`counted` gave; empty if there is none.
 
     Warns:
         StatefulWarning: Something was restored that has counted batches which are trained on again, or lacks one.
     """
+    twice, missed, again = (saved.get(name, []) for name in ("twice", "missed", "again"))
+    for name in (_NAMED, _OUTSIDE):
+        # A fit that failed was not torn down.
+        vars(trainer.fit_loop).pop(name, None)
+    # It saves wherever an error comes, within a step too.
+    vars(trainer.fit_loop)[_SAVES_WITHIN] = any(isinstance(one, OnExceptionCheckpoint) for one in callbacks_of(trainer))
     if next(_owners(trainer), None) is not None:
         vars(trainer.fit_loop)[_WINDOW] = None
     if missed:
@@ -169,7 +214,15 @@ def watch(trainer: pl.Trainer, twice: Mapping[str, str], missed: Sequence[str], 
             category=StatefulWarning,
         )
     if twice:
-        call_before_epochs(trainer, partial(_compare, trainer, dict(twice)))
+        rank_zero_warn(
+            "The checkpoint was written within a window of accumulated gradients, or within a batch, which is trained "
+            f"on again. Buffers of the module, or parameters that no optimizer trains, hold its batches twice: "
+            f"{some_of(twice)}. The resume is not exact if something depends on them. Resume from a checkpoint that "
+            "was written between windows.",
+            category=StatefulWarning,
+        )
+    if counted := saved.get("counted"):
+        call_before_epochs(trainer, partial(_compare, trainer, dict(counted)))
 
 
 def _compare(trainer: pl.Trainer, twice: dict[str, str]) -> None:
@@ -185,6 +238,87 @@ def _compare(trainer: pl.Trainer, twice: dict[str, str]) -> None:
             "from a checkpoint that was written between windows, as by ModelCheckpoint(every_n_train_steps=...).",
             category=StatefulWarning,
         )
+
+
+def _held_twice(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """Buffers and averages that hold batches which a resume trains on again; warns of the first ones."""
+    kept = vars(trainer.fit_loop)
+    changed = [] if trainer.fit_loop._skip_backward else _changed_tensors(trainer, progress)
+    if changed and not kept.get(_NAMED):
+        kept[_NAMED] = True
+        at = f"batch {progress.batch} of epoch {progress.epoch}"
+        when, what, held = f"after {at} has begun", "it", "it"
+        if trainer.accumulate_grad_batches > 1:
+            when = f"within the window of accumulated gradients that began with {at}"
+            what, held = "its batches", "them"
+        outside = {name for name, *_ in kept.get(_OUTSIDE, (0, ()))[1]} & {*changed}
+        kinds = [
+            *(["buffers of the module"] if {*changed} - outside else []),
+            *(["parameters that no optimizer trains"] if outside else []),
+        ]
+        rank_zero_warn(
+            f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
+            f"{what} again, and {' and '.join(kinds)} ({some_of(changed)}) then hold {held} twice. "
+            "Save in on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the "
+            "first such checkpoint.",
+            category=StatefulWarning,
+        )
+    return changed[:_MOST_NAMED]
+
+
+def _outside_optimizers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Some of the parameters that no optimizer trains, such as those of a teacher that averages them, by name."""
+    kept, groups = vars(trainer.fit_loop), [group["params"] for one in trainer.optimizers for group in one.param_groups]
+    number = sum(map(len, groups))
+    if kept.get(_OUTSIDE, (None,))[0] != number:
+        # A frozen one may have been given to an optimizer with all others, and may be trained later.
+        given = {id(parameter) for group in groups for parameter in group}
+        named = [(name, one, id(one) in given) for name, one in trainer.lightning_module.named_parameters()]
+        others = [of for of in named if type(of[1]) is torch.nn.Parameter and not _is_trained(*of[1:])]
+        kept[_OUTSIDE] = number, others[:: len(others) // _MOST_OUTSIDE + 1]
+    return {name: one for name, one, is_given in kept[_OUTSIDE][1] if not _is_trained(one, is_given)}
+
+
+def _is_trained(parameter: torch.Tensor, is_given: bool) -> bool:
+    return is_given and parameter.requires_grad
+
+
+def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """A tensor, how often it was changed, and a copy of its first numbers, as ``tensor.data`` is changed uncounted."""
+    return tensor, getattr(tensor, NUM_CHANGES), _first_numbers(tensor).clone()
+
+
+def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a small tensor, or of a large one a row."""
+    tensor = tensor.detach()
+    while tensor.numel() > _MOST_NUMBERS and tensor.dim():
+        tensor = tensor[:_MOST_NUMBERS] if tensor.dim() == 1 else tensor[0]
+    return tensor
+
+
+def _changed_tensors(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
+    """The saved buffers and averages that batches which a resume trains on again have changed, such as a queue."""
+    module = trainer.lightning_module
+    at, noted = vars(trainer.fit_loop).get(_TENSORS, (None, {}))
+    is_noted = at == (progress.epoch, progress.batch)
+    changed: list[str] = []
+    if not is_noted or trainer.accumulate_grad_batches == 1:
+        # In validation all layers are in eval mode, and Lightning remembers which were not.
+        modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
+        layers = {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
+        trained = [name for name, one in layers.items() if one.track_running_stats and modes.get(name, one.training)]
+        changed = [f"{name}.running_mean".lstrip(".") for name in trained]
+    if is_noted:
+        saved, now = module.state_dict().keys(), {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        changed += [name for name in noted if name in saved and name in now and _is_changed(now[name], *noted[name])]
+    return list(dict.fromkeys(changed))
+
+
+def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, first: torch.Tensor) -> bool:
+    shown = _first_numbers(now)
+    if shown.shape != first.shape or shown.device != first.device or not torch.equal(shown, first):
+        return True
+    return first.shape != was.shape and (now is not was or getattr(now, NUM_CHANGES) != version)
 
 
 def _owners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:

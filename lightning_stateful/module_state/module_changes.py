@@ -13,12 +13,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 
-from lightning_stateful.errors import StatefulWarning, some_of
+from lightning_stateful.errors import StatefulWarning
 from lightning_stateful.loops.lightning import (
     BackboneFinetuning,
     BaseFinetuning,
     ModelPruning,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
     pl,
@@ -35,20 +34,13 @@ from lightning_stateful.module_state import (
     optimizer_steps,
     passing_values,
 )
-from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 from lightning_stateful.samplers.fingerprint import digest_of_some
 
 _EPOCH_START = "on_train_epoch_start"
-# Numbers in a buffer up to which it is copied.
-_MOST_NUMBERS = 2**16
 # Weights that are named.
 _MOST_NAMED = 3
-# Kept with the loop, once changed buffers have been named.
-_NAMED, _OUTSIDE, _SAVES_WITHIN = "_named_buffers", "_outside_optimizers", "_saves_within_steps"
 # Some numbers of all weights as training has ended; and the loop's method that calls the hooks of that.
 _TRAINED, _RUN_END = "_trained_weights", "on_run_end"
-# Of those that no optimizer trains, how many are looked at: whoever averages weights does so with all of them.
-_MOST_OUTSIDE = 4
 # Hooks behind the end of training.
 _ENDS = ("on_train_end", "on_fit_end", "teardown")
 # WeightAveraging's exchange of weights and averages, before a validation and after it.
@@ -85,16 +77,12 @@ def watch(trainer: pl.Trainer, saved: Mapping[str, Any] | None = None) -> None:
         saved: The state of :func:`changes`, if the run is resumed.
     """
     # A fit that failed was not torn down.
-    for name in (_NAMED, _OUTSIDE, _TRAINED):
-        vars(trainer.fit_loop).pop(name, None)
-    # It saves wherever an error comes, within a step too.
-    vars(trainer.fit_loop)[_SAVES_WITHIN] = any(isinstance(one, OnExceptionCheckpoint) for one in callbacks_of(trainer))
+    vars(trainer.fit_loop).pop(_TRAINED, None)
     vars(trainer.fit_loop)[_RUN_END] = partial(_end_run, trainer)
     cut_epochs.watch(trainer)
     module_flags.watch(trainer, (saved or {}).get("flags"))
     passing_values.watch(trainer, saved)
-    counted, missed, again = ((saved or {}).get(name, ()) for name in ("counted", "missed", "again"))
-    counted_batches.watch(trainer, dict(counted), missed, again)
+    counted_batches.watch(trainer, saved or {})
     later_hooks.watch(trainer, (saved or {}).get("later", []))
     begun = iter((saved or {}).get("epoch_begun", ()))
     for callback in callbacks_of(trainer):
@@ -112,7 +100,7 @@ def end_watching(trainer: pl.Trainer) -> None:
     counted_batches.end_watching(trainer)
     later_hooks.end_watching(trainer)
     optimizer_steps.end_restoring(trainer)
-    for name in ("_buffers", "_weights", _NAMED, _OUTSIDE, _SAVES_WITHIN, _RUN_END):
+    for name in ("_weights", _RUN_END):
         vars(trainer.fit_loop).pop(name, None)
     if (handle := vars(trainer.fit_loop).pop("_converting", None)) is not None:
         handle.remove()
@@ -185,7 +173,8 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
         a validation, the weights that are others than before it. ``flags``: which parameters are not trained, and
         which submodules are in eval mode. ``passing``: digests of buffers that no checkpoint holds. ``steps``: what
         manual optimization makes inexact. ``gradients`` and ``last_gradients``: see :func:`.optimizer_steps.gradients`.
-        ``counted``, ``missed`` and ``again``: see :mod:`.counted_batches`. ``later``: see :mod:`.later_hooks`.
+        ``counted``, ``missed``, ``again`` and ``twice``: see :func:`.counted_batches.counted`. ``later``: see
+        :mod:`.later_hooks`.
     """
     if trainer is None:
         return {}
@@ -211,7 +200,7 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
             f"on with these weights. To resume, keep a checkpoint that is {other}.",
             category=StatefulWarning,
         )
-    if known := module_flags.flags(trainer, is_within=_is_within(progress, started)):
+    if known := module_flags.flags(trainer, is_within=counted_batches.is_within(progress, started)):
         found["flags"] = known
     for kind in ("passing", "settings"):
         if of_kind := passing_values.changed(trainer, kind):
@@ -219,15 +208,9 @@ def changes(trainer: pl.Trainer | None, progress: LoopProgress, started: int) ->
     if steps := manual_steps.inexact_steps(trainer):
         found["steps"] = steps
     found |= optimizer_steps.gradients(trainer, progress)
-    if _is_within(progress, started) and (counted := counted_batches.counted_twice(trainer, progress)):
-        found["counted"] = counted
-    if missed := counted_batches.left_out(trainer, progress):
-        found["missed"] = missed
-    if again := counted_batches.called_again(trainer, progress):
-        found["again"] = again
+    found |= counted_batches.counted(trainer, progress, started)
     if later := later_hooks.note_save(trainer):
         found["later"] = later
-    _warn_of_buffers(trainer, progress, started)
     return found
 
 
@@ -403,98 +386,4 @@ def note_buffers(trainer: pl.Trainer) -> None:
     """Note what a batch that begins may change and a resume does not: buffers, averages, and what callbacks count."""
     counted_batches.note_batch(trainer)
     later_hooks.compare(trainer, "on_train_batch_start")
-    at, window = next_step(trainer), trainer.accumulate_grad_batches
-    if at[1] % window:
-        return
-    tensors = dict(_outside_optimizers(trainer))
-    if window > 1 or vars(trainer.fit_loop).get(_SAVES_WITHIN):
-        tensors |= dict(trainer.lightning_module.named_buffers())
-    if tensors:
-        # Kept with the loop.
-        vars(trainer.fit_loop)["_buffers"] = at, {name: _noted(tensor) for name, tensor in tensors.items()}
-
-
-def _outside_optimizers(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Some of the parameters that no optimizer trains, such as those of a teacher that averages them, by name."""
-    kept, groups = vars(trainer.fit_loop), [group["params"] for one in trainer.optimizers for group in one.param_groups]
-    number = sum(map(len, groups))
-    if kept.get(_OUTSIDE, (None,))[0] != number:
-        # A frozen one may have been given to an optimizer with all others, and may be trained later.
-        given = {id(parameter) for group in groups for parameter in group}
-        named = [(name, one, id(one) in given) for name, one in trainer.lightning_module.named_parameters()]
-        others = [of for of in named if type(of[1]) is torch.nn.Parameter and not _is_trained(*of[1:])]
-        kept[_OUTSIDE] = number, others[:: len(others) // _MOST_OUTSIDE + 1]
-    return {name: one for name, one, is_given in kept[_OUTSIDE][1] if not _is_trained(one, is_given)}
-
-
-def _is_trained(parameter: torch.Tensor, is_given: bool) -> bool:
-    return is_given and parameter.requires_grad
-
-
-def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """A tensor, how often it was changed, and a copy of its first numbers, as ``tensor.data`` is changed uncounted."""
-    return tensor, getattr(tensor, NUM_CHANGES), _first_numbers(tensor).clone()
-
-
-def _first_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a small tensor, or of a large one a row."""
-    tensor = tensor.detach()
-    while tensor.numel() > _MOST_NUMBERS and tensor.dim():
-        tensor = tensor[:_MOST_NUMBERS] if tensor.dim() == 1 else tensor[0]
-    return tensor
-
-
-def _changed_tensors(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
-    """The saved buffers and averages that batches which a resume trains on again have changed, such as a queue."""
-    module = trainer.lightning_module
-    at, noted = vars(trainer.fit_loop).get("_buffers", (None, {}))
-    is_noted = at == (progress.epoch, progress.batch)
-    changed: list[str] = []
-    if not is_noted or trainer.accumulate_grad_batches == 1:
-        # In validation all layers are in eval mode, and Lightning remembers which were not.
-        modes = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if trainer.validating else {}
-        layers = {name: one for name, one in module.named_modules() if isinstance(one, _BatchNorm)}
-        trained = [name for name, one in layers.items() if one.track_running_stats and modes.get(name, one.training)]
-        changed = [f"{name}.running_mean".lstrip(".") for name in trained]
-    if is_noted:
-        saved, now = module.state_dict().keys(), {**dict(module.named_buffers()), **dict(module.named_parameters())}
-        changed += [name for name in noted if name in saved and name in now and _is_changed(now[name], *noted[name])]
-    return list(dict.fromkeys(changed))
-
-
-def _is_changed(now: torch.Tensor, was: torch.Tensor, version: int, first: torch.Tensor) -> bool:
-    shown = _first_numbers(now)
-    if shown.shape != first.shape or shown.device != first.device or not torch.equal(shown, first):
-        return True
-    return first.shape != was.shape and (now is not was or getattr(now, NUM_CHANGES) != version)
-
-
-def _is_within(progress: LoopProgress, started: int) -> bool:
-    """Whether a batch has begun that a resume trains on again."""
-    return progress.running and not progress.ended and started > progress.batch
-
-
-def _warn_of_buffers(trainer: pl.Trainer, progress: LoopProgress, started: int) -> None:
-    """Warn of buffers, such as BatchNorm's statistics, and averages that hold batches that a resume trains on again."""
-    if not _is_within(progress, started) or trainer.fit_loop._skip_backward:
-        return
-    kept = vars(trainer.fit_loop)
-    if not kept.get(_NAMED) and (changed := _changed_tensors(trainer, progress)):
-        kept[_NAMED] = True
-        at = f"batch {progress.batch} of epoch {progress.epoch}"
-        when, what, held = f"after {at} has begun", "it", "it"
-        if trainer.accumulate_grad_batches > 1:
-            when = f"within the window of accumulated gradients that began with {at}"
-            what, held = "its batches", "them"
-        outside = {name for name, *_ in kept.get(_OUTSIDE, (0, ()))[1]} & {*changed}
-        kinds = [
-            *(["buffers of the module"] if {*changed} - outside else []),
-            *(["parameters that no optimizer trains"] if outside else []),
-        ]
-        rank_zero_warn(
-            f"A checkpoint is being written {when}, before the optimizer has taken its step. A resume trains on "
-            f"{what} again, and {' and '.join(kinds)} ({some_of(changed)}) then hold {held} twice. "
-            "Save in on_train_batch_end, and between windows of accumulated gradients. This is said once a run, of the "
-            "first such checkpoint.",
-            category=StatefulWarning,
-        )
+    counted_batches.note_tensors(trainer)

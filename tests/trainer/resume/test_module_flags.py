@@ -96,7 +96,7 @@ def test_what_hooks_have_set_once_is_set_again(tmp_path: Path, callback: Any, mo
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3)
 
 
-@pytest.mark.filterwarnings("ignore:.*hold it twice")
+@pytest.mark.filterwarnings("ignore:.*hold it", "ignore:.*hold its batches twice")
 def test_what_was_set_before_a_save_within_a_batch_is_named_once(tmp_path: Path) -> None:
     # BatchNorm's statistics hold that batch, of which another warning tells.
     run = training(Layers, lambda: [AtStep()])
@@ -261,7 +261,7 @@ def test_what_the_module_sets_itself_is_not_warned_of(tmp_path: Path, model: Any
     assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, training(model), max_epochs=3)
 
 
-@pytest.mark.filterwarnings("ignore:A checkpoint is being written after batch")  # of BatchNorm's statistics
+@pytest.mark.filterwarnings("ignore:A checkpoint is being written after batch", "ignore:.*hold its batches twice")
 @pytest.mark.filterwarnings("ignore:.*an optimizer ha[sd] stepped:lightning_stateful.errors.StatefulWarning")
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward"])
 @pytest.mark.parametrize("model", [Adversarial, ByHand])
@@ -325,6 +325,7 @@ def test_what_hooks_have_set_is_set_again_after_a_second_stop_too(tmp_path: Path
     assert_same_end(run(ckpt_path=second), whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*hold its batches twice")
 def test_an_error_within_a_step_keeps_what_was_frozen(tmp_path: Path) -> None:
     class Fails(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -314,6 +314,7 @@ def test_a_module_that_callbacks_have_changed_is_changed_again(
         assert_goes_on_from_every_moment(tmp_path, numbers_module, moments, run, max_epochs=3, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.*hold its batches twice")
 def test_masks_that_are_not_known_and_statistics_that_count_twice_are_warned_of(tmp_path: Path) -> None:
     run = training(NotZero, lambda: [pruning(lottery=False)()])
     with pytest.warns(StatefulWarning, match=r"backbone\.1\.running_mean\) then hold (it|them) twice"):
@@ -355,6 +356,11 @@ def test_buffers_that_an_open_window_has_changed_are_named(tmp_path: Path, kind:
     assert len(said) == bool(named)
     where = r"batch 4 of epoch 0, before the optimizer has taken its step"
     assert all(re.search(rf"began with {where}.* buffers of the module {named}", one) for one in said)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training(partial(Queue, kind=kind))(ckpt_path=tmp_path / "a.ckpt", **options)
+    said = [str(one.message) for one in caught if "hold its batches twice" in str(one.message)]
+    assert ["queue" in one or "norm.running_mean" in one for one in said] == [True] * bool(named), said
 
 
 @pytest.mark.parametrize(("window", "hook"), [(1, "on_before_zero_grad"), (4, "on_train_batch_end")])
