@@ -16,7 +16,7 @@ from lightning_stateful.contents.code_uses import (
     is_set_anew,
     uses_of,
 )
-from lightning_stateful.generators.attributes import defaults_of_class, is_users
+from lightning_stateful.generators.attributes import defaults_of_class, is_users, methods_of, names_in
 
 # Functions of a module that train; Lightning's own lead to them.
 _TRAINS = frozenset(
@@ -100,8 +100,17 @@ def changes_training_with(callbacks: Iterable[Any], name: str) -> bool:
 
 
 def changes_in_place(owner: Any, hook: str) -> bool:
-    """Whether a hook, or what it calls, names methods or functions of torch that change a tensor in place."""
-    return any(map(_is_in_place, attributes_read(owner, frozenset({hook}))))
+    """Whether a hook, or what it calls by name, names methods or functions of torch that change a tensor in place."""
+    methods = {one.__name__: one for one in reversed(methods_of(owner))}
+    left, seen = [methods[hook]] if hook in methods else [], list[FunctionType]()
+    while left:
+        function = left.pop()
+        seen.append(function)
+        named = names_in(function.__code__)
+        called = [methods.get(name) or function.__globals__.get(name) for name in named]
+        left += [one for one in called if isinstance(one, FunctionType) and one not in (*seen, *left)]
+    own = [one for one in seen if is_users(one.__module__)]
+    return any(_is_in_place(name) for one in own for name in names_in(one.__code__))
 
 
 def _changes_others(function: ast.AST, own: str, leaf: str) -> bool:
