@@ -101,16 +101,20 @@ def changes_training_with(callbacks: Iterable[Any], name: str) -> bool:
 
 def changes_in_place(owner: Any, hook: str) -> bool:
     """Whether a hook, or what it calls by name, names methods or functions of torch that change a tensor in place."""
+    return any(map(_is_in_place, names_in_hook(owner, hook)))
+
+
+def names_in_hook(owner: Any, hook: str) -> set[str]:
+    """What a hook of the user's, and the methods and functions of the user's that it names, name."""
     methods = {one.__name__: one for one in reversed(methods_of(owner))}
     left, seen = [methods[hook]] if hook in methods else [], list[FunctionType]()
     while left:
         function = left.pop()
         seen.append(function)
-        named = names_in(function.__code__)
-        called = [methods.get(name) or function.__globals__.get(name) for name in named]
-        left += [one for one in called if isinstance(one, FunctionType) and one not in (*seen, *left)]
-    own = [one for one in seen if is_users(one.__module__)]
-    return any(_is_in_place(name) for one in own for name in names_in(one.__code__))
+        called = [methods.get(name) or function.__globals__.get(name) for name in names_in(function.__code__)]
+        own = [one for one in called if isinstance(one, FunctionType) and is_users(one.__module__)]
+        left += [one for one in own if one not in (*seen, *left)]
+    return {name for one in seen for name in names_in(one.__code__)}
 
 
 def _changes_others(function: ast.AST, own: str, leaf: str) -> bool:

@@ -289,6 +289,20 @@ def read_counters(fit_loop_state: Mapping[str, Any], *, max_batches: float = flo
     )
 
 
+def hook_begun(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> str:
+    """The hook that begins an epoch or a batch, which was called ahead of a save and which a resume calls again.
+
+    Args:
+        fit_loop_state: As for :func:`read_counters`.
+        progress: The progress as it is saved.
+    """
+    epochs = fit_loop_state["epoch_progress"]["current"]
+    if not progress.running:
+        return "on_train_epoch_start" if epochs["ready"] > epochs["started"] else ""
+    batches = fit_loop_state["epoch_loop.batch_progress"]["current"]
+    return "on_train_batch_start" if not progress.ended and batches["ready"] > progress.batch else ""
+
+
 def rewritten(fit_loop_state: Mapping[str, Any], progress: LoopProgress) -> dict[str, Any]:
     """A fit loop's state whose counters say ``progress`` in the one form that Lightning resumes from exactly.
 

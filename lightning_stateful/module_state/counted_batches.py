@@ -25,7 +25,7 @@ from lightning_stateful.generators.attributes import PLAIN, attributes_of, is_us
 from lightning_stateful.loops.lightning import Checkpoint, EarlyStopping, OnExceptionCheckpoint, WeightAveraging, pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, is_within_batch_end, next_step
 from lightning_stateful.loops.other_callbacks import callbacks_of
-from lightning_stateful.loops.saved_progress import LoopProgress
+from lightning_stateful.loops.saved_progress import LoopProgress, hook_begun
 from lightning_stateful.module_state.manual_steps import NUM_CHANGES
 from lightning_stateful.module_state.passing_values import data_module_of, names_of_lightning, texts_of_attributes
 from lightning_stateful.samplers.fingerprint import short_text
@@ -42,7 +42,7 @@ _MOST_OUTSIDE = 4
 _MOST_NAMED = 64
 # Items of a container that are looked at, and how deep: whoever averages weights does so with all of them.
 _MOST, _DEEPEST = 256, 3
-_BATCH_END, _BATCH_START, _EPOCH_START = "on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"
+_BATCH_END = "on_train_batch_end"
 
 
 class _Window:
@@ -168,13 +168,7 @@ def _left_out(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
 
 
 def _called_again(trainer: pl.Trainer, progress: LoopProgress) -> list[str]:
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    begun = ""
-    if not progress.running:
-        begun = _EPOCH_START if epochs.ready > epochs.started else ""
-    elif not progress.ended:
-        begun = _BATCH_START if batches.ready > progress.batch else ""
+    begun = hook_begun(trainer.fit_loop.state_dict(), progress)
     owners = [one for one in (*callbacks_of(trainer), trainer.lightning_module) if is_users(type(one).__module__)]
     return [f"{type(one).__qualname__}.{begun}" for one in owners if begun and changes_in_place(one, begun)]
 

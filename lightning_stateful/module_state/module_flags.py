@@ -14,9 +14,11 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_stateful.contents.training_uses import names_in_hook
 from lightning_stateful.errors import DamagedStateError, StatefulWarning, some_of
 from lightning_stateful.loops.lightning import pl
 from lightning_stateful.loops.loop_progress import call_before_epochs, next_step
+from lightning_stateful.loops.other_callbacks import callbacks_of
 
 # Kept with the loop.
 _WATCH = "_module_flags"
@@ -25,6 +27,8 @@ _MOST_BATCHES = 8
 # Parts of names that say how a module is run.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TRAINED, _MODE = "requires_grad", "training"
+# By which people set them.
+_SETTERS = frozenset({_TRAINED, "requires_grad_", "freeze", "unfreeze", "train", "eval"})
 
 
 class _Watch:
@@ -44,6 +48,8 @@ class _Watch:
         self.handles: list[Any] = []
         # The flags with which training began, as flags() has them.
         self.begun = ""
+        # Whether hooks of the epoch that begins may have set some on purpose.
+        self.is_by_epoch = False
         # Where the latest validation began.
         self.validated: tuple[int, int] | None = None
         # The flags ahead of the end of an epoch that was cut: where it was cut, and as flags() has them.
@@ -167,6 +173,8 @@ def _begin(trainer: pl.Trainer) -> None:
     unset = _read(known.saved[0])
     known.awaited = {name: name not in unset for name in now}
     known.see(now)
+    # Within an epoch what the save has is that of the epoch.
+    known.is_by_epoch = next_step(trainer)[1] == 0 and _is_set_by_epoch(trainer)
     if known.awaited and known.saved[1:] == [False, known.begun]:
         _set(trainer, known.awaited)
         known.stop()
@@ -221,17 +229,31 @@ def look_again(trainer: pl.Trainer, *, at_end: bool = False) -> None:
     if not known.awaited or not known.batches:
         return
     if at_end or known.batches >= max(_MOST_BATCHES, trainer.accumulate_grad_batches):
-        _warn(known.awaited)
+        _tell(known)
         known.stop()
 
 
-def _warn(awaited: Mapping[str, bool]) -> None:
+def _is_set_by_epoch(trainer: pl.Trainer) -> bool:
+    """Whether a hook that is called as an epoch begins freezes parameters, or sets modes, as far as its code tells."""
+    owners = [*callbacks_of(trainer), trainer.lightning_module]
+    return any(not _SETTERS.isdisjoint(names_in_hook(one, "on_train_epoch_start")) for one in owners)
+
+
+def _tell(known: _Watch) -> None:
+    """Warn of flags that nothing has set again, or say so in the log where that may be meant."""
+    awaited = known.awaited
     named = [f"{name} was {value}" for name, value in awaited.items()]
     is_left = all(value and name.rpartition(".")[2] == _MODE for name, value in awaited.items())
     left = " An error within a validation leaves a model in eval mode: call model.train() before it is fitted again."
-    rank_zero_warn(
+    said = (
         "Parameters or submodules of the module are not trained as they were when the checkpoint was written: "
-        f"{some_of(named)}. A hook had set this in training, or the module is built otherwise "
+        f"{some_of(named)}."
+    )
+    if known.is_by_epoch:
+        rank_zero_info(f"{said} That is exact if on_train_epoch_start sets them by the epoch alone.")
+        return
+    rank_zero_warn(
+        f"{said} A hook had set this in training, or the module is built otherwise "
         "now. Checkpoints do not hold it, and nothing has set it since, so the resume is not exact. Set it again in "
         f"on_train_start, or in load_state_dict of the callback that sets it.{left if is_left else ''}",
         category=StatefulWarning,

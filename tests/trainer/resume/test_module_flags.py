@@ -166,6 +166,13 @@ class ByEpoch(pl.Callback):
         pl_module.part[1].train(trainer.current_epoch < 1)
 
 
+class ByEpochAtStart(ByEpoch):
+    """Does so as training begins, too, as a resume within an epoch needs it."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_epoch_start(trainer, pl_module)
+
+
 WITHIN = [("on_train_batch_end", 0, 5), ("on_train_batch_end", 1, 2), ("on_validation_end", 0, 0)]
 AT_EPOCHS = [("on_train_epoch_end", 0, 0), ("on_train_epoch_end", 1, 0), ("on_train_epoch_start", 1, 0)]
 AGAIN: dict[str, tuple[Callable[[], Any], list[Any]]] = {
@@ -173,6 +180,7 @@ AGAIN: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "in on_train_start": (partial(Restores, "train"), WITHIN),
     "as each batch begins": (partial(Restores, "batch"), WITHIN),
     "as each epoch begins": (ByEpoch, AT_EPOCHS),
+    "as training and each epoch begin": (ByEpochAtStart, [*AT_EPOCHS, ("on_train_batch_end", 1, 2)]),
     "by the same step": (AtStep, [("on_train_batch_end", 0, 2)]),
 }
 
