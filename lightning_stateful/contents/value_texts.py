@@ -24,7 +24,7 @@ from lightning_stateful.samplers.fingerprint import as_array, hex_digest, spread
 # Begins the text of an object of which nothing is told but its class.
 OBJECT = "a "
 # Characters of a text, and of one that is longer.
-_MOST_CHARACTERS, _SHOWN = 40, 16
+_MOST_CHARACTERS, _SHOWN = 40, 24
 # Values of a list or dict that are looked at, and bytes of an array or tensor.
 _MOST_VALUES, _MOST_BYTES = 1024, 2**22
 # Bytes of a digest.
