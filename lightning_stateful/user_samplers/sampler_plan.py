@@ -111,12 +111,12 @@ class SamplerEpochPlan:
     def batches(self, rank: int, first_step: int = 0) -> Iterator[tuple[int, Any]]:
         """The batches of ``rank``; numbered by its first item, far apart for the passes of an epoch."""
         # What has changed between two epochs is looked for when the pass begins.
-        order, begun = self.order, self._progress_after(first_step)
+        order, begun = self.order, self._served_after(first_step)
         rank = 0 if order.dealing.is_own else rank
         seen = 0 if self._latest is None else self._latest.drawn
         if self.remaining is None and seen < begun.consumed + self.rule.full:
             # It may end before that: only the steps themselves tell how large the last ones are.
-            begun = self._progress_after(0)
+            begun = self._served_after(0)
         else:
             first_step = 0
         noted, earlier = begun.details[order.kind], self._begun.details.get("passes")
@@ -157,7 +157,8 @@ class SamplerEpochPlan:
             self.order.memory.compare_epochs(self.order, self.epoch)
         return self._progress_after(steps)
 
-    def _progress_after(self, steps: int) -> Progress:
+    def _served_after(self, steps: int) -> Progress:
+        """The progress after ``steps`` steps, with notes of the items alone."""
         begun, remaining, order = self._begun, self.remaining, self.order
         # After 0 steps nothing counts as served, even what drop_last drops here: fewer ranks may still serve it.
         served = steps * self.rule.full if remaining is None or not steps else self.rule.served(remaining, steps)
@@ -166,6 +167,11 @@ class SamplerEpochPlan:
             is_own, index = order.dealing.is_own, begun.consumed + served
             noted = self._latest.noted_by_ranks(index) if is_own else self._latest.noted_before(index)
             details[order.kind] = noted or details[order.kind]
+        return replace(begun, consumed=begun.consumed + served, details=details)
+
+    def _progress_after(self, steps: int) -> Progress:
+        begun, order, found = self._begun, self.order, self._served_after(steps)
+        details = dict(found.details)
         if order.is_trained_on and order.remembers:
             loaded = begun.details.get("passes")
             before = order.memory.passes_before(begun.epoch, begun.cycle)
@@ -175,9 +181,9 @@ class SamplerEpochPlan:
             # Only where an evaluation loader shares the sampler.
             details |= {"since": since} if since else {}
         if order.is_trained_on:
-            details |= self._details_of_changes(served)
-            details["items"] = self._noted if begun.consumed + served else None
-        return replace(begun, consumed=begun.consumed + served, details=details)
+            details |= self._details_of_changes(found.consumed - begun.consumed)
+            details["items"] = self._noted if found.consumed else None
+        return replace(found, details=details)
 
     def _details_of_changes(self, served: int) -> dict[str, Any]:
         """What a state says of changes of the sampler by something else than its passes, after so many items."""

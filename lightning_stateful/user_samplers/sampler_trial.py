@@ -332,10 +332,10 @@ def held_by(sampler: Any, dataset: Any = None) -> dict[str, str]:
     if dataset is not None:
         outside = {name: value for name, value in named_outside(sampler).items() if _is_data(value)}
         held = {name: value for name, value in {**outside, **held}.items() if value is not dataset}
-    parts = {name: (value, SamplerParts(value)) for name, value in held.items()}
+    parts = {name: SamplerParts([value]) for name, value in held.items()}
     return {
-        name: hex_digest(digest_of_contents([value], of_copy=True).encode(errors="surrogatepass"))
-        for name, (value, within) in parts.items()
+        name: hex_digest(digest_of_contents([held[name]], of_copy=True, parts=within).encode(errors="surrogatepass"))
+        for name, within in parts.items()
         if not within.generators and not any(isinstance(part, (set, frozenset)) for part in within.found)
     }
 
