@@ -171,14 +171,16 @@ def _signs_of_module(trainer: pl.Trainer, hook: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: (id(one), getattr(one, NUM_CHANGES), read.get(name)) for name, one in tensors.items()
     }
-    if hook == _EPOCH_END and module.automatic_optimization and trainer.lr_scheduler_configs:
+    is_automatic = module.automatic_optimization
+    if hook == _EPOCH_END and is_automatic and trainer.lr_scheduler_configs:
         # Behind it those step that Lightning has step at an epoch's end.
         return found
+    # Lightning has these step behind a validation, and set learning rates.
+    plateaus = [is_automatic and config.reduce_on_plateau for config in trainer.lr_scheduler_configs]
     for number, config in enumerate(trainer.lr_scheduler_configs):
-        if not config.reduce_on_plateau:
+        if not plateaus[number]:
             found[f"{_SCHEDULER}{number}"] = getattr(config.scheduler, "last_epoch", None)
-    if not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        # Those step behind a validation, and set learning rates.
+    if not any(plateaus):
         found[_SETTINGS] = settings_of_optimizers(trainer)
     return found
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, get_args
 
 import numpy as np
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from lightning_stateful.core.checks import as_int
 from lightning_stateful.errors import ConfigurationError, StatefulWarning
@@ -210,7 +210,7 @@ def sources_of(
         lengths = list(lengths.datasets)
     if isinstance(lengths, Mapping):
         names, parts = tuple(map(str, lengths)), list(lengths.values())
-    elif hasattr(lengths, "__len__") and not isinstance(lengths, str):
+    elif hasattr(lengths, "__len__") and not isinstance(lengths, (str, Dataset)):
         names, parts = tuple(map(str, range(len(lengths)))), list(lengths)
     else:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,9 +24,12 @@ from lightning_stateful.errors import (
     StateError,
     StatefulWarning,
     StateMismatchError,
+    some_of,
 )
 from lightning_stateful.samplers.skipping import Skipping, check_saved
 from lightning_stateful.shapes import DAMAGED, check_shape
+
+_log = logging.getLogger("lightning.pytorch.lightning_stateful")
 
 T = TypeVar("T")
 
@@ -333,7 +337,13 @@ class Tracker:
             StateError: The state is damaged, of a future version, or of another configuration; nothing changes then.
         """
         format_.check(state_dict, where=where)
-        format_.refuse_differences(state_dict, self.state_dict(Progress()), accept=self.accept, where=where)
+        present = self.state_dict(Progress())
+        format_.refuse_differences(state_dict, present, accept=self.accept, where=where)
+        if self.accept:
+            left = {one.path for one in format_.differences(state_dict, present, accept=self.accept)}
+            passed = [one.path for one in format_.differences(state_dict, present) if one.path not in left]
+            if passed:
+                _log.info("%s differs from the present configuration, as was accepted: %s.", where, some_of(passed))
         progress = self.progress_in(state_dict, where=where)
         self.load_skip(state_dict, progress, where=where)
         self.loaded_changes = dict(state_dict.get("changed", {}))

@@ -136,6 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a block by sample": ({"by": "sample", "block": 4}, "those of every batch; leave block out"),
     "sizes by sample": ({"by": "sample", "batch_size": [2, 3]}, r"has one size; got \{'a': 2, 'b': 3\}"),
     "a number of lengths": ({"lengths": 7}, "lengths must be a dict or list of datasets"),
+    "one dataset": ({"lengths": TensorDataset(torch.zeros(9))}, "lengths must be a dict or list of datasets"),
     "one name twice": ({"lengths": {1: 7, "1": 7}}, r"Sources need different names, got \['1', '1'\]"),
     "splits": ({"lengths": {"train": [1] * 5, "test": [1] * 5}}, "with the splits train, test was passed"),
 }

@@ -219,11 +219,14 @@ class TestProgress:
 
 
 class TestStates:
-    def test_accepted_differences_are_let_pass(self) -> None:
+    def test_accepted_differences_are_let_pass_and_named_in_the_log(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", logger="lightning.pytorch")
         saved = a_tracker(SampleBatchOrder(samples=SequentialOrder(31), batch_size=5))
         tracker = a_tracker(accept=("kind", "shuffle", "seed"))
-        # Between epochs without a word.
+        # Between epochs without a warning.
         tracker.load_state_dict(saved.state_dict(), where=WHERE)
+        (said,) = caplog.messages
+        assert said.endswith("differs from the present configuration, as was accepted: kind, shuffle, seed.")
         take(saved, 2)
         with pytest.warns(StatefulWarning, match="epoch 0, goes on with another kind, shuffle, seed.*a second time"):
             tracker.load_state_dict(saved.state_dict(), where=WHERE)

@@ -107,6 +107,15 @@ class StepsEpochsByHand(StepsByHand):
         self.lr_schedulers().step()  # type: ignore[union-attr]
 
 
+class StepsPlateausByHand(StepsEpochsByHand):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)]
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step(1.0)  # type: ignore[union-attr, arg-type]
+
+
 class FollowsInCallback(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *arguments: Any) -> None:
         pl_module.follow()
@@ -150,6 +159,7 @@ def fit(kind: Any, folder: Path, saves: Any, step: int = 0) -> tuple[list[torch.
         (FollowsEpochs, "epochs", "on_train_epoch_end", "teacher.weight, teacher.bias"),
         (LowersRate, "epochs", "on_train_epoch_end", "learning rates or other settings of optimizers"),
         (StepsEpochsByHand, "epochs", "on_train_epoch_end", "lr_scheduler 0"),
+        (StepsPlateausByHand, "epochs", "on_train_epoch_end", "lr_scheduler 0"),
     ],
 )
 def test_what_the_modules_hook_changes_behind_a_checkpoint_is_named(
